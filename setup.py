@@ -178,6 +178,8 @@ def compile_all_cuda(temp, toolkit):
 
 def build_with(torch, toolkit, reason):
     """The extension and the command that builds it."""
+    if toolkit:
+        os.environ["CUDA_HOME"] = str(toolkit)  # cpp_extension reads it on import
     from torch.utils import cpp_extension
 
     version = re.search(r'__version__ = "(.+)"', (ROOT / "flashbpt/version.py").read_text())[1]
@@ -185,7 +187,6 @@ def build_with(torch, toolkit, reason):
     if toolkit:
         archs = " ".join(dict.fromkeys(code for cu in CUDA_SOURCES for _, code in arch_codes(cu)))
         macros |= {"WITH_CUDA": None, "CUDA_ARCHS": f'"{archs}"'}
-        cpp_extension.CUDA_HOME = str(toolkit)
     # Two OpenMP runtimes in a process would be two thread pools: take the one that torch loads.
     openmp = sorted(Path(torch.__file__).parent.glob("lib/libgomp*"))
     make = cpp_extension.CUDAExtension if toolkit else cpp_extension.CppExtension
@@ -211,6 +212,9 @@ def build_with(torch, toolkit, reason):
             if toolkit:
                 module.extra_objects = compile_all_cuda(Path(self.build_temp), toolkit)
             super().build_extensions()
+
+        def run(self):
+            super().run()
             folder = ROOT if self.inplace else Path(self.build_lib)
             facts = {"TORCH_VERSION": str(torch.__version__), "NO_CUDA_REASON": reason}
             facts |= {"CXX_FLAGS": CXX_FLAGS, "NVCC_FLAGS": NVCC_FLAGS if toolkit else []}
