@@ -1,0 +1,113 @@
+"""Fixtures: the device, and a fresh seed for every run. GPU tests skip without a GPU.
+
+FLASHBPT_TEST_SEED=N repeats a run; the seed stands in the header and, for a failed test, in its
+captured output. `--gpu-report FILE` records what ran on a GPU: its name, versions, counts, and the git
+tree hash of the csrc that was tested.
+"""
+
+import hashlib
+import json
+import os
+import zlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+SEED = int(os.environ.get("FLASHBPT_TEST_SEED") or int.from_bytes(os.urandom(4), "little"))
+DEVICES = ["cpu"] + (
+    [pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else []
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--gpu-report", metavar="FILE", help="write what ran on the GPU to FILE")
+
+
+def pytest_configure(config):
+    if path := config.getoption("--gpu-report"):
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("--gpu-report needs a GPU, and torch sees none")
+        config.pluginmanager.register(GpuReport(path), "gpu-report")
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+class GpuReport:
+    """Counts the outcomes of all tests and of those marked gpu; writes them with the versions."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self.counts = {"all": Counter(), "gpu": Counter()}
+
+    def pytest_runtest_logreport(self, report):
+        # One outcome a test: its call, or the set-up or tear-down that kept the call from deciding.
+        if report.when == "call" or (report.when == "setup" and not report.passed) or report.failed:
+            outcome = report.outcome if report.when == "call" or report.skipped else "error"
+            self.counts["all"][outcome] += 1
+            if "gpu" in report.keywords:
+                self.counts["gpu"][outcome] += 1
+
+    def pytest_sessionfinish(self):
+        gpu = torch.cuda.get_device_properties(0)
+        facts = {
+            "gpu": gpu.name,
+            "capability": f"sm_{gpu.major}{gpu.minor}",
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "csrc": git_tree(Path(__file__).parents[1] / "csrc").hex(),
+            **{name: dict(sorted(counts.items())) for name, counts in self.counts.items()},
+        }
+        self.path.write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def git_tree(folder):
+    """The hash that git gives the tree of `folder`, from the files that are there."""
+    entries = []
+    for path in folder.iterdir():
+        if path.is_dir():
+            entries.append((path.name + "/", b"40000 " + path.name.encode(), git_tree(path)))
+        else:
+            mode = b"100755 " if os.access(path, os.X_OK) else b"100644 "
+            entries.append(
+                (path.name, mode + path.name.encode(), git_hash(b"blob", path.read_bytes()))
+            )
+    content = b"".join(head + b"\0" + digest for _, head, digest in sorted(entries))
+    return git_hash(b"tree", content)
+
+
+def git_hash(kind, content):
+    return hashlib.sha1(b"%s %d\0%s" % (kind, len(content), content)).digest()
+
+
+def pytest_report_header(config):
+    return f"FLASHBPT_TEST_SEED={SEED} torch {torch.__version__}, {torch.get_num_threads()} threads"
+
+
+@pytest.fixture(autouse=True)
+def seed(request):
+    """Seeds torch from the run's seed and the test's name, so that a single test repeats alone."""
+    print(f"repeat with FLASHBPT_TEST_SEED={SEED}")
+    value = (SEED + zlib.crc32(request.node.nodeid.encode())) & 0x7FFFFFFF
+    torch.manual_seed(value)
+    return value
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    """ "cpu", and "cuda" where flashbpt has a kernel for it."""
+    if request.param == "cuda":
+        import flashbpt
+
+        x = torch.zeros(1, 1, 1, 8, device="cuda", dtype=torch.float16)
+        try:
+            flashbpt.which_kernel(x, x, x)
+        except (RuntimeError, NotImplementedError) as refused:
+            pytest.skip(str(refused))
+    return request.param
