@@ -28,6 +28,7 @@ CPP_SOURCES = [
     "csrc/ops.cpp",
     "csrc/module.cpp",
     "csrc/attention.cpp",
+    "csrc/attention_call.cpp",
     "csrc/merge_states.cpp",
     "csrc/cpu/attention_forward.cpp",
     "csrc/cpu/attention_backward.cpp",
@@ -37,7 +38,7 @@ CPP_SOURCES = [
     "csrc/cpu/merge_states.cpp",
 ]
 CUDA_SOURCES = ["csrc/sm80/merge_states/launch.cu"]
-CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-Wall", "-Wno-unknown-pragmas"]
+CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall"]
 NVCC_FLAGS = ["-O3", "--std=c++20", "--expt-relaxed-constexpr", "-lineinfo"]
 NVCC_FLAGS += ["-Xptxas=-v", "-Xcompiler=-fPIC", "-Icsrc"]
 

@@ -1,8 +1,8 @@
 """Fixtures: the device, and a fresh seed for every run. GPU tests skip without a GPU.
 
 FLASHBPT_TEST_SEED=N repeats a run; the seed stands in the header and, for a failed test, in its
-captured output. `--gpu-report FILE` records what ran on a GPU: its name, versions, counts, and the git
-tree hash of the csrc that was tested.
+captured output. `--gpu-report FILE` records what ran on a GPU: its name, versions, counts, and the
+git tree hash of the csrc that was tested.
 """
 
 import hashlib
