@@ -1,0 +1,273 @@
+#include "attention_call.h"
+
+#include <cmath>
+
+namespace flashbpt {
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+bool given(const OptionalTensor& t) { return t.has_value() && t->defined(); }
+
+void check_floating(const char* name, const at::Tensor& t, const at::Tensor& q) {
+  TORCH_CHECK(is_attention_dtype(t.scalar_type()), "flashbpt: ", name, " must be float32, bfloat16, "
+              "float16 or float64, got ", t.scalar_type());
+  check_same_device(name, t, q);
+}
+
+template <typename Index>
+void check_offsets(const char* name, const at::Tensor& t, int64_t tokens) {
+  const Index* offsets = t.data_ptr<Index>();
+  const int64_t n = t.size(0);
+  TORCH_CHECK(offsets[0] == 0, "flashbpt: ", name, " must start at 0, got ", offsets[0]);
+  for (int64_t i = 1; i < n; ++i) {
+    TORCH_CHECK(offsets[i] >= offsets[i - 1], "flashbpt: ", name, " must not decrease, but entry ",
+                i, " is ", offsets[i], " after ", offsets[i - 1]);
+  }
+  TORCH_CHECK(offsets[n - 1] <= tokens, "flashbpt: ", name, " ends at ", offsets[n - 1],
+              ", past the ", tokens, " tokens there are");
+}
+
+void check_values(const char* name, const at::Tensor& t, int64_t tokens) {
+  const at::Tensor host = t.cpu().contiguous();
+  if (host.scalar_type() == at::kLong) return check_offsets<int64_t>(name, host, tokens);
+  check_offsets<int32_t>(name, host, tokens);
+}
+
+void check_cu_seqlens_tensor(const char* name, const at::Tensor& t) {
+  TORCH_CHECK(t.scalar_type() == at::kInt || t.scalar_type() == at::kLong, "flashbpt: ", name,
+              " must be int32 or int64, got ", t.scalar_type());
+  TORCH_CHECK(t.dim() == 1 && t.size(0) >= 1, "flashbpt: ", name, " must be a vector of batch + 1 "
+              "offsets, got shape ", t.sizes());
+}
+
+}  // namespace
+
+TensorView broadcast_view(const at::Tensor& t) {
+  const auto stride = [&](int64_t d) { return t.size(d) == 1 ? 0 : t.stride(d); };
+  return {t.data_ptr(), data_type(t.scalar_type()), stride(0), stride(1), stride(2), stride(3)};
+}
+
+void set_dropout(AttentionParams& params, double p, const OptionalTensor& rng_state,
+                 int64_t total_heads, at::IntArrayRef offsets) {
+  TORCH_CHECK(p >= 0.0 && p <= 1.0, "flashbpt: dropout probability has to be between 0 and 1, but "
+              "got ", p);
+  params.batch_offset = offsets[0];
+  params.head_offset = offsets[1];
+  params.q_offset = offsets[2];
+  params.k_offset = offsets[3];
+  params.total_heads = total_heads;
+  params.dropout_threshold = static_cast<uint64_t>(std::ceil(p * 4294967296.0));
+  if (params.dropout_threshold == 0) return;
+  TORCH_CHECK(given(rng_state), "flashbpt: dropout needs rng_state (int64 [2], see "
+              "flashbpt::draw_rng_state), got none");
+  TORCH_CHECK(rng_state->scalar_type() == at::kLong && rng_state->numel() == 2 &&
+              rng_state->is_contiguous(), "flashbpt: rng_state must be a contiguous int64 tensor "
+              "of 2 elements, got ", rng_state->scalar_type(), " ", rng_state->sizes());
+  TORCH_CHECK(offsets[2] % 16 == 0 && offsets[3] % 16 == 0, "flashbpt: with dropout q_offset and "
+              "k_offset must be multiples of 16, got ", offsets[2], " and ", offsets[3]);
+  params.rng_state = rng_state->data_ptr<int64_t>();
+  params.dropout_scale = params.drops_all() ? 0.0 : 1.0 / (1.0 - p);
+}
+
+AttentionCall::AttentionCall(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                             const AttentionOptions& options)
+    : options(options), q_(q), k_(k), acc_(accumulation_dtype(q.scalar_type())) {
+  check_tensors(v);
+  AttentionParams& p = params;
+  const bool packed = given(options.cu_seqlens_q);
+  p.batch = packed ? options.cu_seqlens_q->size(0) - 1 : q.size(0);
+  p.heads_q = q.size(1);
+  p.heads_kv = k.size(1);
+  p.len_q = packed ? q.size(0) : q.size(2);
+  p.len_k = packed ? k.size(0) : k.size(2);
+  p.dim = q.size(-1);
+  p.dim_v = v.size(-1);
+  TORCH_CHECK(p.heads_kv > 0 ? p.heads_q % p.heads_kv == 0 : p.heads_q == 0,
+              "flashbpt: Number of heads in key and value must divide the number of heads in query, "
+              "but key has ", p.heads_kv, " and query has ", p.heads_q);
+  if (packed) set_sequences();
+  p.q = view(q);
+  p.k = view(k);
+  p.v = view(v);
+  p.scale = options.scale.value_or(p.dim > 0 ? 1.0 / std::sqrt(static_cast<double>(p.dim)) : 1.0);
+  TORCH_CHECK(options.softcap >= 0.0 && std::isfinite(options.softcap), "flashbpt: softcap must be "
+              "finite and >= 0 (0: none), got ", options.softcap);
+  p.softcap = options.softcap;
+  TORCH_CHECK(options.window_left >= -1 && options.window_right >= -1, "flashbpt: window must be "
+              "(left, right) with each >= 0, or -1 for no limit, got (", options.window_left, ", ",
+              options.window_right, ")");
+  p.band = Band::from_flags(options.causal, options.window_left, options.window_right);
+  p.diagonal = options.diagonal;
+  const int64_t total_heads = options.total_heads > 0 ? options.total_heads : p.heads_q;
+  TORCH_CHECK(options.head_offset >= 0 && options.head_offset + p.heads_q <= total_heads,
+              "flashbpt: head_offset + heads must not exceed total_heads, got ",
+              options.head_offset, " + ", p.heads_q, " and ", total_heads);
+  TORCH_CHECK(options.q_offset >= 0 && options.k_offset >= 0 && options.batch_offset >= 0,
+              "flashbpt: q_offset, k_offset and batch_offset must be >= 0, got ", options.q_offset,
+              ", ", options.k_offset, " and ", options.batch_offset);
+  set_dropout(p, options.dropout_p, options.rng_state, total_heads,
+              {options.batch_offset, options.head_offset, packed ? 0 : options.q_offset,
+               options.k_offset});
+  p.q_offset = options.q_offset;
+  if (given(options.mask)) set_mask();
+  set_sinks_and_slopes();
+}
+
+void AttentionCall::check_tensors(const at::Tensor& v) const {
+  const int64_t rank = given(options.cu_seqlens_q) ? 3 : 4;
+  TORCH_CHECK(q_.dim() == rank && k_.dim() == rank && v.dim() == rank, "flashbpt: query, key and "
+              "value must be ", rank == 3 ? "(tokens, heads, dim)" : "(batch, heads, length, dim)",
+              ", got ", q_.sizes(), ", ", k_.sizes(), " and ", v.sizes());
+  TORCH_CHECK(q_.scalar_type() == k_.scalar_type() && q_.scalar_type() == v.scalar_type(),
+              "flashbpt: Expected query, key, and value to have the same dtype, but got query.dtype: ",
+              q_.scalar_type(), " key.dtype: ", k_.scalar_type(), " and value.dtype: ",
+              v.scalar_type(), " instead.");
+  check_floating("query", q_, q_);
+  check_same_device("key", k_, q_);
+  check_same_device("value", v, q_);
+  TORCH_CHECK(q_.size(-1) == k_.size(-1), "flashbpt: query and key must have the same head dim, got ",
+              q_.size(-1), " and ", k_.size(-1));
+  const int64_t rows = rank == 3 ? 0 : 2;
+  TORCH_CHECK(k_.size(rows) == v.size(rows), "flashbpt: key and value must have the same length, got ",
+              k_.size(rows), " and ", v.size(rows));
+  TORCH_CHECK(k_.size(1) == v.size(1), "flashbpt: key and value must have the same number of heads, "
+              "got ", k_.size(1), " and ", v.size(1));
+  TORCH_CHECK(rank == 3 || (q_.size(0) == k_.size(0) && q_.size(0) == v.size(0)),
+              "flashbpt: query, key and value must have the same batch size, got ", q_.size(0), ", ",
+              k_.size(0), " and ", v.size(0));
+}
+
+void AttentionCall::set_sequences() {
+  TORCH_CHECK(given(options.cu_seqlens_k), "flashbpt: cu_seqlens_q needs cu_seqlens_k, got none");
+  at::Tensor& cu_q = *options.cu_seqlens_q;
+  at::Tensor& cu_k = *options.cu_seqlens_k;
+  check_cu_seqlens_tensor("cu_seqlens_q", cu_q);
+  check_cu_seqlens_tensor("cu_seqlens_k", cu_k);
+  check_same_device("cu_seqlens_q", cu_q, q_);
+  check_same_device("cu_seqlens_k", cu_k, q_);
+  TORCH_CHECK(cu_q.size(0) == cu_k.size(0), "flashbpt: cu_seqlens_q and cu_seqlens_k must name the "
+              "same number of sequences, got ", cu_q.size(0) - 1, " and ", cu_k.size(0) - 1);
+  TORCH_CHECK(!given(options.mask), "flashbpt: packed sequences take no attn_mask");
+  TORCH_CHECK(options.k_offset == 0 && options.diagonal == 0, "flashbpt: packed sequences take no "
+              "k_offset and no diagonal, got ", options.k_offset, " and ", options.diagonal);
+  if (cu_q.scalar_type() != cu_k.scalar_type()) {
+    cu_q = cu_q.to(at::kLong);
+    cu_k = cu_k.to(at::kLong);
+  }
+  cu_q = cu_q.contiguous();
+  cu_k = cu_k.contiguous();
+  if (q_.is_cpu()) {
+    // With a query block q holds some of the rows that cu_seqlens_q describes.
+    const bool block = options.q_offset > 0;
+    check_values("cu_seqlens_q", cu_q, block ? INT64_MAX : q_.size(0));
+    check_values("cu_seqlens_k", cu_k, k_.size(0));
+  }
+  params.cu_seqlens_q = cu_q.data_ptr();
+  params.cu_seqlens_k = cu_k.data_ptr();
+  params.cu_seqlens_int64 = cu_q.scalar_type() == at::kLong;
+}
+
+void AttentionCall::set_mask() {
+  const at::Tensor& mask = *options.mask;
+  check_same_device("attn_mask", mask, q_);
+  const at::ScalarType t = mask.scalar_type();
+  TORCH_CHECK(t == at::kBool || t == at::kFloat || t == q_.scalar_type(), "flashbpt: Expected "
+              "attn_mask dtype to be bool or float or to match query dtype, but got "
+              "attn_mask.dtype: ", t, " and query.dtype: ", q_.scalar_type(), " instead.");
+  const AttentionParams& p = params;
+  const std::array<int64_t, 4> full{p.batch, p.heads_q, p.len_q, p.len_k};
+  bool fits = mask.dim() == 4;
+  for (int64_t d = 0; fits && d < 4; ++d) fits = mask.size(d) == 1 || mask.size(d) == full[d];
+  TORCH_CHECK(fits, "flashbpt: attn_mask of shape ", mask.sizes(), " does not broadcast to the "
+              "scores (batch, heads, len_q, len_k) = ", at::IntArrayRef(full));
+  params.mask = broadcast_view(mask);
+}
+
+void AttentionCall::set_sinks_and_slopes() {
+  AttentionParams& p = params;
+  if (given(options.sinks)) {
+    check_floating("sinks", *options.sinks, q_);
+    TORCH_CHECK(options.sinks->dim() == 1 && options.sinks->size(0) == p.heads_q, "flashbpt: sinks "
+                "must hold one logit a query head, (", p.heads_q, ",), got shape ",
+                options.sinks->sizes());
+    sinks_ = options.sinks->to(acc_).contiguous();
+    p.sinks = {sinks_.data_ptr(), data_type(acc_), 0, 1, 0, 0};
+  }
+  if (given(options.alibi_slopes)) {
+    const at::Tensor& slopes = *options.alibi_slopes;
+    check_floating("alibi_slopes", slopes, q_);
+    const bool per_batch = slopes.dim() == 2;
+    TORCH_CHECK((slopes.dim() == 1 || (per_batch && slopes.size(0) == p.batch)) &&
+                slopes.size(-1) == p.heads_q, "flashbpt: alibi_slopes must be (", p.heads_q,
+                ",) or (", p.batch, ", ", p.heads_q, "), got shape ", slopes.sizes());
+    slopes_ = slopes.to(acc_).contiguous();
+    p.alibi = {slopes_.data_ptr(), data_type(acc_), per_batch ? p.heads_q : 0, 1, 0, 0};
+  }
+}
+
+TensorView AttentionCall::view(const at::Tensor& t) const {
+  const DataType dtype = data_type(t.scalar_type());
+  if (packed()) return {t.data_ptr(), dtype, 0, t.stride(1), t.stride(0), t.stride(2)};
+  return {t.data_ptr(), dtype, t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
+}
+
+TensorView AttentionCall::lse_view(const at::Tensor& t) const {
+  const DataType dtype = data_type(t.scalar_type());
+  if (packed()) return {t.data_ptr(), dtype, 0, t.stride(1), t.stride(0), 0};
+  return {t.data_ptr(), dtype, t.stride(0), t.stride(1), t.stride(2), 0};
+}
+
+void AttentionCall::check_saved(const at::Tensor& grad_out, const OptionalTensor& grad_lse,
+                                const AttentionSaved& saved) const {
+  std::vector<int64_t> out = q_.sizes().vec();
+  out.back() = params.dim_v;
+  const std::vector<int64_t> lse(out.begin(), out.end() - 1);
+  const auto check = [&](const char* name, const at::Tensor& t, at::IntArrayRef sizes,
+                         at::ScalarType dtype) {
+    check_same_device(name, t, q_);
+    TORCH_CHECK(t.sizes() == sizes && t.scalar_type() == dtype, "flashbpt: ", name, " must be ",
+                dtype, " of shape ", sizes, ", got ", t.scalar_type(), " of shape ", t.sizes());
+  };
+  check("grad_out", grad_out, out, q_.scalar_type());
+  check("out", saved.out, out, q_.scalar_type());
+  check("lse", saved.lse, lse, acc_);
+  if (given(grad_lse)) check("grad_lse", *grad_lse, lse, acc_);
+  if (given(saved.lse_lo) && saved.lse_lo->numel() > 0) check("lse_lo", *saved.lse_lo, lse, acc_);
+}
+
+void AttentionCall::check_accumulator(const char* name, const at::Tensor& t,
+                                      const at::Tensor& like) const {
+  check_same_device(name, t, q_);
+  TORCH_CHECK(t.sizes() == like.sizes() && t.scalar_type() == acc_, "flashbpt: ", name,
+              " must be ", acc_, " of shape ", like.sizes(), ", got ", t.scalar_type(),
+              " of shape ", t.sizes());
+}
+
+KernelChoice AttentionCall::choose(bool /*backward*/) const {
+  KernelChoice choice{"none", {}};
+  const auto forced = static_cast<Backend>(options.backend);
+  const auto refuse = [&](Backend backend, const char* name, bool available, std::string why) {
+    if (forced != Backend::kAuto && forced != backend) {
+      choice.refused.emplace_back(name, "use_backend forces another one");
+    } else if (!available) {
+      choice.refused.emplace_back(name, std::move(why));
+    } else if (choice.kernel == "none") {
+      choice.kernel = name;
+    }
+  };
+  const std::string where = "the tensors are on " + q_.device().str();
+  const std::string missing = "this build has no such attention kernel";
+  const bool cuda = q_.is_cuda();
+  refuse(Backend::kSm90, "sm90", false, cuda ? missing : where);
+  refuse(Backend::kSm80, "sm80", false, cuda ? missing : where);
+  refuse(Backend::kCpu, "cpu", q_.is_cpu(), where);
+  return choice;
+}
+
+void check_cu_seqlens(const at::Tensor& cu_seqlens, int64_t tokens) {
+  check_cu_seqlens_tensor("cu_seqlens", cu_seqlens);
+  check_values("cu_seqlens", cu_seqlens, tokens);
+}
+
+}  // namespace flashbpt

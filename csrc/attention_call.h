@@ -1,0 +1,61 @@
+// One attention call: its arguments checked once, as params for the kernels.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "attention.h"
+#include "check.h"
+#include "params.h"
+
+namespace flashbpt {
+
+// The numbers that `use_backend` passes through the ops.
+enum class Backend : int64_t { kAuto = 0, kCpu = 1, kSm80 = 2, kSm90 = 3 };
+
+struct KernelChoice {
+  std::string kernel;  // "none" where no kernel serves the call
+  std::vector<std::pair<std::string, std::string>> refused;  // backend, why, fastest first
+};
+
+// Strides 0 where a dimension has size 1. t: [batch, heads, rows, cols]
+TensorView broadcast_view(const at::Tensor& t);
+
+// Threshold, scale and offsets (batch, head, q, k) of dropout; does nothing for p = 0.
+void set_dropout(AttentionParams& params, double p, const std::optional<at::Tensor>& rng_state,
+                 int64_t total_heads, at::IntArrayRef offsets);
+
+class AttentionCall {
+ public:
+  // Checks everything that does not need device memory; throws in a sentence.
+  AttentionCall(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                const AttentionOptions& options);
+
+  KernelChoice choose(bool backward) const;
+  bool packed() const { return params.packed(); }
+
+  // q, k, v, out and their gradients: [B, H, L, D] or packed [T, H, D].
+  TensorView view(const at::Tensor& t) const;
+  // [B, H, L] or packed [T, H].
+  TensorView lse_view(const at::Tensor& t) const;
+
+  void check_saved(const at::Tensor& grad_out, const std::optional<at::Tensor>& grad_lse,
+                   const AttentionSaved& saved) const;
+  void check_accumulator(const char* name, const at::Tensor& t, const at::Tensor& like) const;
+
+  AttentionParams params;
+  AttentionOptions options;
+
+ private:
+  void check_tensors(const at::Tensor& v) const;
+  void set_mask();
+  void set_sinks_and_slopes();
+  void set_sequences();
+
+  at::Tensor q_, k_;
+  at::Tensor sinks_, slopes_;  // in the accumulation type
+  at::ScalarType acc_;
+};
+
+}  // namespace flashbpt

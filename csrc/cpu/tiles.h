@@ -1,0 +1,157 @@
+// How the CPU cuts attention into tiles and hands them to ATen's matmul.
+//
+// A query tile is a run of `heads` consecutive query heads times `rows` query rows of one sequence,
+// seen as [kv_heads, heads / kv_heads * rows, dim], so that the heads of a group meet their keys in
+// one matrix product. Its flat row i is head i / rows, row i % rows.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/baddbmm.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "sequences.h"
+
+namespace flashbpt::cpu {
+
+constexpr int64_t kBlockQ = 256;                    // query rows of a tile, all heads together
+constexpr int64_t kBlockK = 512;                    // keys of a tile
+constexpr int64_t kTileScores = kBlockQ * kBlockK;  // scores of a tile: 512 KB in fp32
+// Below this many multiplications a call stays on one thread: starting the others costs more.
+constexpr int64_t kSerialWork = int64_t{1} << 17;
+
+struct QueryTile {
+  const Sequence* seq;
+  int64_t kv_head, kv_heads;
+  int64_t head, heads;
+  int64_t row, rows;
+
+  int64_t flat_rows() const { return heads * rows; }
+  int64_t group_rows() const { return heads / kv_heads * rows; }  // rows that share a kv head
+  int64_t head_of(int64_t i) const { return head + i / rows; }
+  int64_t row_of(int64_t i) const { return row + i % rows; }
+};
+
+struct KeyTile {
+  int64_t begin, cols;
+};
+
+// Multiplications of the whole call, to decide on threads and tile sizes.
+inline int64_t total_work(const AttentionParams& p) {
+  return p.batch * p.heads_q * p.len_q * std::min(p.len_k, Band::kNoLimit) *
+         std::max<int64_t>(p.dim + p.dim_v, 1);
+}
+
+inline int64_t threads_for(const AttentionParams& p) {
+  if (at::in_parallel_region() || total_work(p) <= kSerialWork) return 1;
+  return at::get_num_threads();
+}
+
+// Runs f(i) for i in [0, n), each once; whoever is free takes the next one.
+template <typename F>
+void for_each_task(int64_t threads, int64_t n, const F& f) {
+  threads = std::min(threads, n);
+  if (threads <= 1) {
+    for (int64_t i = 0; i < n; ++i) f(i);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t i = next++; i < n; i = next++) f(i);
+  });
+}
+
+// Memory of one thread, reused from tile to tile.
+template <typename T>
+class Scratch {
+ public:
+  T* get(int64_t n) {
+    if (n > size_) {
+      data_.reset(new T[n]);
+      size_ = n;
+    }
+    return data_.get();
+  }
+
+ private:
+  std::unique_ptr<T[]> data_;
+  int64_t size_ = 0;
+};
+
+inline at::ScalarType scalar_type(DataType t) {
+  switch (t) {
+    case DataType::kFloat64:
+      return at::kDouble;
+    case DataType::kFloat32:
+      return at::kFloat;
+    case DataType::kBFloat16:
+      return at::kBFloat16;
+    case DataType::kFloat16:
+      return at::kHalf;
+    case DataType::kBool:
+      return at::kBool;
+  }
+  return at::kFloat;
+}
+
+inline at::Tensor wrap(void* data, at::IntArrayRef sizes, at::IntArrayRef strides,
+                       at::ScalarType dtype) {
+  return at::from_blob(data, sizes, strides, at::TensorOptions().dtype(dtype));
+}
+
+template <typename T>
+at::Tensor wrap_contiguous(T* data, int64_t n, int64_t rows, int64_t cols) {
+  return wrap(data, {n, rows, cols}, {rows * cols, cols, 1}, c10::CppTypeToScalarType<T>::value);
+}
+
+inline char* element(const TensorView& v, int64_t batch, int64_t head, int64_t row) {
+  const int64_t offset = batch * v.batch + head * v.head + row * v.row;
+  return static_cast<char*>(v.data) + offset * c10::elementSize(scalar_type(v.dtype));
+}
+
+// [heads, rows, cols] of a view, as it lies in memory.
+inline at::Tensor view_tile(const TensorView& v, int64_t batch, int64_t head, int64_t heads,
+                            int64_t row, int64_t rows, int64_t cols) {
+  return wrap(element(v, batch, head, row), {heads, rows, cols}, {v.head, v.row, v.col},
+              scalar_type(v.dtype));
+}
+
+// K or V of a tile [kv_heads, cols, dim] in the accumulation type; in place where it has that type.
+template <typename T>
+at::Tensor load_keys(const TensorView& v, const QueryTile& q, KeyTile k, int64_t dim,
+                     Scratch<T>& scratch) {
+  at::Tensor tile = view_tile(v, q.seq->batch, q.kv_head, q.kv_heads, q.seq->k_begin + k.begin,
+                              k.cols, dim);
+  if (scalar_type(v.dtype) == c10::CppTypeToScalarType<T>::value) return tile;
+  at::Tensor copy = wrap_contiguous(scratch.get(q.kv_heads * k.cols * dim), q.kv_heads, k.cols, dim);
+  return copy.copy_(tile);
+}
+
+// q, out or grad_out of a tile as [kv_heads, group_rows, dim], contiguous, in the accumulation type.
+template <typename T>
+at::Tensor load_queries(const TensorView& v, const QueryTile& q, int64_t dim, Scratch<T>& scratch) {
+  at::Tensor tile = view_tile(v, q.seq->batch, q.head, q.heads, q.seq->q_begin + q.row, q.rows, dim);
+  T* data = scratch.get(q.flat_rows() * dim);
+  wrap_contiguous(data, q.heads, q.rows, dim).copy_(tile);
+  return wrap_contiguous(data, q.kv_heads, q.group_rows(), dim);
+}
+
+// c = beta * c + alpha * a b, batched over the kv heads of a tile.
+inline void gemm(at::Tensor& c, const at::Tensor& a, const at::Tensor& b, double beta,
+                 double alpha) {
+  at::baddbmm_out(c, c, a, b, beta, alpha);
+}
+
+// Per-row statistics lie as [batch, heads, rows] by strides in the accumulation type.
+template <typename T>
+T& row_value(const TensorView& v, const QueryTile& q, int64_t i) {
+  return *reinterpret_cast<T*>(
+      element(v, q.seq->batch, q.head_of(i), q.seq->q_begin + q.row_of(i)));
+}
+
+}  // namespace flashbpt::cpu

@@ -1,0 +1,179 @@
+// Every op of the library: the table of contents of csrc. Names and schemas are public.
+//
+// Attention kernels take their arguments from the stack: one place (`options_at`) then knows the
+// order that the schemas share.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/library.h>
+
+#include "attention.h"
+#include "merge_states.h"
+
+namespace flashbpt {
+namespace {
+
+using Stack = torch::jit::Stack;
+using Arguments = c10::ArrayRef<c10::IValue>;
+
+const std::string kOptions =
+    "Tensor? mask, Tensor? sinks, Tensor? alibi_slopes, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, Tensor? rng_state, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
+    "float? scale, bool causal, SymInt window_left, SymInt window_right, float softcap, "
+    "float dropout_p, SymInt q_offset, SymInt k_offset, SymInt batch_offset, SymInt head_offset, "
+    "SymInt total_heads, SymInt diagonal, int backend";
+constexpr size_t kOptionCount = 21;
+const std::string kSaved =
+    "Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "Tensor? lse_lo, Tensor? mask_tiles, ";
+constexpr size_t kSavedCount = 9;
+
+AttentionOptions options_at(Arguments a) {
+  const auto tensor = [&](size_t i) { return a[i].toOptional<at::Tensor>(); };
+  return {tensor(0),        tensor(1),        tensor(2),
+          tensor(3),        tensor(4),        tensor(5),
+          a[6].toOptional<int64_t>(),         a[7].toOptional<int64_t>(),
+          a[8].toOptional<double>(),          a[9].toBool(),
+          a[10].toInt(),    a[11].toInt(),    a[12].toDouble(),
+          a[13].toDouble(), a[14].toInt(),    a[15].toInt(),
+          a[16].toInt(),    a[17].toInt(),    a[18].toInt(),
+          a[19].toInt(),    a[20].toInt()};
+}
+
+AttentionSaved saved_at(Arguments a) {
+  return {a[5].toTensor(), a[6].toTensor(), a[7].toOptional<at::Tensor>(),
+          a[8].toOptional<at::Tensor>()};
+}
+
+std::array<bool, 6> need_at(const c10::IValue& value) {
+  const auto list = value.toBoolList();
+  std::array<bool, 6> need{};
+  std::copy(list.begin(), list.end(), need.begin());
+  return need;
+}
+
+// Takes the arguments of `op` off the stack and puts the results of f(arguments) there.
+template <typename F>
+void call(const c10::OperatorHandle& op, Stack* stack, const F& f) {
+  const size_t n = op.schema().arguments().size();
+  const auto results = f(torch::jit::last(*stack, n));
+  torch::jit::drop(*stack, n);
+  std::apply([&](const auto&... r) { (stack->emplace_back(r), ...); }, results);
+}
+
+void forward_op(const c10::OperatorHandle& op, Stack* stack) {
+  call(op, stack, [](Arguments a) {
+    return attention_forward(a[0].toTensor(), a[1].toTensor(), a[2].toTensor(),
+                             options_at(a.slice(3)));
+  });
+}
+
+void backward_op(const c10::OperatorHandle& op, Stack* stack) {
+  call(op, stack, [](Arguments a) {
+    constexpr size_t n = kSavedCount + kOptionCount;
+    return attention_backward(a[0].toTensor(), a[1].toOptional<at::Tensor>(), a[2].toTensor(),
+                              a[3].toTensor(), a[4].toTensor(), saved_at(a),
+                              options_at(a.slice(kSavedCount)), a[n].toBool(), need_at(a[n + 1]));
+  });
+}
+
+void backward_accumulate_op(const c10::OperatorHandle& op, Stack* stack) {
+  call(op, stack, [](Arguments a) {
+    constexpr size_t n = kSavedCount + kOptionCount;
+    return attention_backward_accumulate(
+        a[0].toTensor(), a[1].toOptional<at::Tensor>(), a[2].toTensor(), a[3].toTensor(),
+        a[4].toTensor(), saved_at(a), options_at(a.slice(kSavedCount)), a[n].toBool(),
+        need_at(a[n + 1]), a[n + 2].toTensor(), a[n + 3].toTensor());
+  });
+}
+
+void kernel_op(const c10::OperatorHandle& op, Stack* stack) {
+  call(op, stack, [](Arguments a) {
+    return std::make_tuple(attention_kernel(a[0].toTensor(), a[1].toTensor(), a[2].toTensor(),
+                                            options_at(a.slice(3)),
+                                            a[3 + kOptionCount].toBool()));
+  });
+}
+
+// The ops have no derivative of their own: the public functions of the Python package hold it. An
+// input that wants a gradient is refused here, so that none is ever lost without a word.
+template <const char* const* kAdvice>
+void refuse_grad(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  if (at::GradMode::is_enabled()) {
+    for (const c10::IValue& value : torch::jit::last(*stack, op.schema().arguments().size())) {
+      bool wants = value.isTensor() && value.toTensor().requires_grad();
+      if (value.isTensorList()) {
+        for (const at::Tensor& t : value.toTensorVector()) wants = wants || t.requires_grad();
+      }
+      TORCH_CHECK(!wants, op.schema().name(), ": an input requires grad, but the op has no "
+                  "derivative of its own. ", *kAdvice);
+    }
+  }
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+const char* const kUsePublic =
+    "Call flashbpt.attention, flashbpt.varlen_attention or flashbpt.merge_attention_states, which "
+    "are differentiable, or wrap the call in torch.no_grad().";
+const char* const kNoDoubleBackward =
+    "flashbpt has no double backward; use torch.nn.functional.scaled_dot_product_attention under "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for it.";
+
+}  // namespace
+
+TORCH_LIBRARY(flashbpt, m) {
+  const std::vector<at::Tag> pure{at::Tag::pt2_compliant_tag};
+  m.def(("attention_forward(Tensor q, Tensor k, Tensor v, " + kOptions +
+         ") -> (Tensor out, Tensor lse, Tensor lse_lo, Tensor mask_tiles)").c_str(), pure);
+  m.def(("attention_backward(" + kSaved + kOptions + ", bool deterministic, bool[6] need) -> "
+         "(Tensor dq, Tensor dk, Tensor dv, Tensor dmask, Tensor dsinks, Tensor dalibi)").c_str(),
+        pure);
+  m.def(("attention_backward_accumulate(" + kSaved + kOptions + ", bool deterministic, "
+         "bool[6] need, Tensor(a!) dk, Tensor(b!) dv) -> "
+         "(Tensor dq, Tensor dmask, Tensor dsinks, Tensor dalibi)").c_str(), pure);
+  m.def(("attention_kernel(Tensor q, Tensor k, Tensor v, " + kOptions +
+         ", bool backward) -> str").c_str());
+  m.def("dropout_mask(Tensor rng_state, float p, SymInt[] sizes, SymInt[] offsets) -> Tensor",
+        pure);
+  m.def("draw_rng_state(Tensor like, int increment) -> Tensor",
+        {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+  m.def("merge_attention_states(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)", pure);
+  m.def("check_cu_seqlens(Tensor cu_seqlens, int tokens) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(flashbpt, CPU, m) {
+  m.impl("attention_forward", torch::CppFunction::makeFromBoxedFunction<&forward_op>());
+  m.impl("attention_backward", torch::CppFunction::makeFromBoxedFunction<&backward_op>());
+  m.impl("attention_backward_accumulate",
+         torch::CppFunction::makeFromBoxedFunction<&backward_accumulate_op>());
+  m.impl("dropout_mask", &dropout_mask);
+  m.impl("draw_rng_state", &draw_rng_state);
+  m.impl("merge_attention_states", &merge_attention_states);
+}
+
+// The same host functions: they choose the kernel by device and capability.
+TORCH_LIBRARY_IMPL(flashbpt, CUDA, m) {
+  m.impl("attention_forward", torch::CppFunction::makeFromBoxedFunction<&forward_op>());
+  m.impl("attention_backward", torch::CppFunction::makeFromBoxedFunction<&backward_op>());
+  m.impl("attention_backward_accumulate",
+         torch::CppFunction::makeFromBoxedFunction<&backward_accumulate_op>());
+  m.impl("dropout_mask", &dropout_mask);
+  m.impl("draw_rng_state", &draw_rng_state);
+  m.impl("merge_attention_states", &merge_attention_states);
+}
+
+TORCH_LIBRARY_IMPL(flashbpt, CompositeExplicitAutograd, m) {
+  m.impl("attention_kernel", torch::CppFunction::makeFromBoxedFunction<&kernel_op>());
+  m.impl("check_cu_seqlens", &check_cu_seqlens);
+}
+
+TORCH_LIBRARY_IMPL(flashbpt, Autograd, m) {
+  m.impl("attention_forward", torch::CppFunction::makeFromBoxedFunction<&refuse_grad<&kUsePublic>>());
+  m.impl("attention_backward",
+         torch::CppFunction::makeFromBoxedFunction<&refuse_grad<&kNoDoubleBackward>>());
+  m.impl("attention_backward_accumulate",
+         torch::CppFunction::makeFromBoxedFunction<&refuse_grad<&kNoDoubleBackward>>());
+  m.impl("merge_attention_states",
+         torch::CppFunction::makeFromBoxedFunction<&refuse_grad<&kUsePublic>>());
+}
+
+}  // namespace flashbpt

@@ -1,0 +1,27 @@
+"""I/O-aware attention for PyTorch: fused attention, packed sequences, merging of partials.
+
+Public names only; each is documented where it is defined.
+"""
+
+from flashbpt import _loader
+
+_loader.load()
+
+from flashbpt.attention import attention  # noqa: E402
+from flashbpt.backend import KernelChoice, set_debug_checks, use_backend, which_kernel  # noqa: E402
+from flashbpt.integrations.sdpa import patch_sdpa  # noqa: E402
+from flashbpt.merge import merge_attention_states  # noqa: E402
+from flashbpt.varlen import varlen_attention  # noqa: E402
+from flashbpt.version import __version__  # noqa: E402
+
+__all__ = [
+    "KernelChoice",
+    "__version__",
+    "attention",
+    "merge_attention_states",
+    "patch_sdpa",
+    "set_debug_checks",
+    "use_backend",
+    "varlen_attention",
+    "which_kernel",
+]

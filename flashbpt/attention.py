@@ -1,0 +1,473 @@
+"""Dense attention: `attention` and the op behind it (autograd, fake kernels, FLOP formulas)."""
+
+import math
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from flashbpt.backend import _State
+
+_OPS = torch.ops.flashbpt
+UPPER_LEFT, LOWER_RIGHT = "upper-left", "lower-right"
+
+
+def attention(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+    *,
+    window=None,
+    softcap=0.0,
+    alibi_slopes=None,
+    sinks=None,
+    causal_align=UPPER_LEFT,
+    return_lse=False,
+    deterministic=None,
+):
+    """Scaled dot product attention, softmax(scale * Q K^T + terms) V, without the score matrix.
+
+    Takes what torch.nn.functional.scaled_dot_product_attention takes and means the same by it; the
+    keyword-only arguments are further. Terms apply in this order: scale, softcap, ALiBi, additive
+    mask, then boolean mask, causal and window, then the sink.
+
+    Args:
+        query: (..., Hq, Lq, D), rank 2 or more, any strides; fp32, bf16, fp16 or fp64.
+        key: (..., Hkv, Lk, D), leading dimensions broadcast against query's. Same dtype.
+        value: (..., Hkv, Lk, Dv).
+        attn_mask: broadcasts to (..., Hq, Lq, Lk). Boolean: True takes part. fp32 or query's dtype:
+            added to the scores. Excludes is_causal.
+        dropout_p: probability in [0, 1] of dropping a weight after the softmax, from the generator
+            of torch; the same mask on every backend for one state.
+        is_causal: query i sees the keys up to i (causal_align="upper-left"), or the last query the
+            last key ("lower-right").
+        scale: factor of Q K^T, default 1 / sqrt(D). 0 and negative values are values.
+        enable_gqa: query head h reads key head h // (Hq / Hkv), for any integer ratio.
+        window: (left, right), how many further keys are seen on each side of the aligned diagonal;
+            -1 for no limit. With or without is_causal.
+        softcap: scores become softcap * tanh(score / softcap); 0 for none.
+        alibi_slopes: (Hq,) or (B, Hq); adds -slope * |q + diagonal - k|, the diagonal that of
+            causal_align.
+        sinks: (Hq,), one logit a head that joins the softmax's denominator and adds no value.
+        causal_align: "upper-left" or "lower-right".
+        return_lse: also return the log-sum-exp of the scores.
+        deterministic: True for gradients that are bitwise equal over runs, False for the faster
+            backward, None to follow torch.use_deterministic_algorithms. The CPU always is.
+
+    Returns:
+        (..., Hq, Lq, Dv) in query's dtype and stride order; with return_lse a pair with the LSE
+        (..., Hq, Lq): natural logarithm, fp32 (fp64 for fp64), sink included. A row without keys is
+        0 with gradients 0 and LSE -inf, or the sink where there is one.
+
+    Gradients flow to query, key, value, an additive mask (summed to its own shape), sinks and
+    alibi_slopes, and through the returned LSE. There is no double backward.
+
+    Raises:
+        RuntimeError: for shapes, dtypes, devices and values that are not allowed, in a sentence,
+            and where no kernel serves the call; nothing falls back to another library.
+        ValueError: for a malformed window or causal_align.
+
+    Sources: FlashAttention (arXiv 2205.14135), FlashAttention-2 (2307.08691).
+    """
+    arguments = prepare_attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        causal_align=causal_align,
+    )
+    out, lse = run(arguments, deterministic)
+    if query.dim() != 4 or out.shape[:2] != query.shape[:2]:
+        lead = broadcast_lead(query, key, value, enable_gqa)
+        out = out.reshape(*lead, *out.shape[-2:])
+        lse = lse.reshape(*lead, lse.shape[-1])
+    return (out, lse) if return_lse else out
+
+
+def prepare_attention(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+    *,
+    window=None,
+    softcap=0.0,
+    alibi_slopes=None,
+    sinks=None,
+    causal_align=UPPER_LEFT,
+):
+    """The arguments of `attention` as those of the op: four dimensions, one dtype, plain numbers."""
+    if is_causal and attn_mask is not None:
+        raise RuntimeError(
+            "flashbpt: Explicit attn_mask should not be set when is_causal=True, got a mask of "
+            f"shape {tuple(attn_mask.shape)}; give one of the two"
+        )
+    query, key, value, attn_mask = autocast(query, key, value, attn_mask)
+    if not (query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2]):
+        query, key, value, attn_mask = to_four_dims(query, key, value, attn_mask, enable_gqa)
+    if attn_mask is not None and attn_mask.dim() != 4:
+        attn_mask = mask_to_four_dims(attn_mask, query.dim())
+    if causal_align == UPPER_LEFT:
+        diagonal = 0
+    elif causal_align == LOWER_RIGHT:
+        diagonal = key.shape[2] - query.shape[2]
+    else:
+        raise ValueError(
+            f"causal_align must be {UPPER_LEFT!r} or {LOWER_RIGHT!r}, got {causal_align!r}"
+        )
+    left, right = window_limits(window)
+    return (
+        query,
+        key,
+        value,
+        attn_mask,
+        sinks,
+        alibi_slopes,
+        None,  # cu_seqlens_q
+        None,  # cu_seqlens_k
+        draw_dropout_state(query, dropout_p),
+        None,  # max_seqlen_q
+        None,  # max_seqlen_k
+        scale,
+        is_causal,
+        left,
+        right,
+        softcap,
+        dropout_p,
+        0,  # q_offset
+        0,  # k_offset
+        0,  # batch_offset
+        0,  # head_offset
+        0,  # total_heads: query's own
+        diagonal,
+        _State.backend,
+    )
+
+
+def run(arguments, deterministic=None):
+    """(out, lse) of the op, through autograd where an input wants a gradient."""
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in arguments[:DIFFERENTIABLE]
+    ):
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        return _Attention.apply(*arguments, deterministic)[:2]
+    return _OPS.attention_forward.default(*arguments)[:2]
+
+
+# ------------------------------------------------------------------- arguments
+
+
+def autocast(query, key, value, attn_mask=None):
+    """The tensors in autocast's dtype, where it is on: what it does to SDPA."""
+    device_type = query.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return query, key, value, attn_mask
+    dtype = torch.get_autocast_dtype(device_type)
+
+    def cast(t):
+        if t is None or not t.is_floating_point() or t.dtype == torch.float64:
+            return t
+        return t.to(dtype)
+
+    return cast(query), cast(key), cast(value), cast(attn_mask)
+
+
+def window_limits(window):
+    if window is None:
+        return -1, -1
+    try:
+        left, right = window
+        return int(left), int(right)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"window must be None or (left, right) with each >= 0, or -1 for no limit, got {window!r}"
+        ) from None
+
+
+def draw_dropout_state(query, dropout_p):
+    """The Philox state of a call with dropout; None where dropout draws nothing."""
+    if dropout_p == 0.0:
+        return None
+    if not 0.0 <= dropout_p <= 1.0:
+        raise RuntimeError(
+            f"flashbpt: dropout probability has to be between 0 and 1, but got {dropout_p}"
+        )
+    return _OPS.draw_rng_state.default(query, 4)
+
+
+def check_ranks(query, key, value):
+    if min(query.dim(), key.dim(), value.dim()) < 2:
+        raise RuntimeError(
+            "flashbpt: Expected query, key, and value to all be at least 2 dimensional, but got "
+            f"query.dim: {query.dim()}, key.dim: {key.dim()} and value.dim: {value.dim()} instead."
+        )
+
+
+def lead_shapes(query, key, value):
+    """The dimensions before (length, dim) of each, filled up with 1 to one rank, at least two."""
+    check_ranks(query, key, value)
+    rank = max(4, query.dim(), key.dim(), value.dim()) - 2
+    return [(1,) * (rank + 2 - t.dim()) + tuple(t.shape[:-2]) for t in (query, key, value)]
+
+
+def broadcast_or_raise(*shapes):
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        raise RuntimeError(
+            "flashbpt: the leading dimensions of query, key and value must be equal or broadcast, "
+            f"got {', '.join(str(tuple(s)) for s in shapes)} (a different number of heads needs "
+            "enable_gqa=True)"
+        ) from None
+
+
+def broadcast_lead(query, key, value, enable_gqa):
+    """Leading dimensions of the output."""
+    lead_q, lead_k, lead_v = lead_shapes(query, key, value)
+    if enable_gqa:
+        lead = broadcast_or_raise(lead_q[:-1], lead_k[:-1], lead_v[:-1]) + lead_q[-1:]
+    else:
+        lead = broadcast_or_raise(lead_q, lead_k, lead_v)
+    return lead[len(lead) + 2 - max(query.dim(), key.dim(), value.dim()) :]
+
+
+def to_four_dims(query, key, value, attn_mask, enable_gqa):
+    """Inputs of any rank and broadcasting as (B, H, L, D); key and value share a head count."""
+    lead_q, lead_k, lead_v = lead_shapes(query, key, value)
+    heads_k, heads_v = lead_k[-1], lead_v[-1]
+    if enable_gqa:
+        heads_q = lead_q[-1]
+        if min(query.dim(), key.dim(), value.dim()) < 3:
+            raise RuntimeError(
+                "flashbpt: enable_gqa needs a dimension of heads, but got "
+                f"query.dim: {query.dim()}, key.dim: {key.dim()} and value.dim: {value.dim()}"
+            )
+        if any(n == 0 and heads_q > 0 or n > 0 and heads_q % n for n in (heads_k, heads_v)):
+            raise RuntimeError(
+                "flashbpt: Number of heads in key and value must divide the number of heads in "
+                f"query, but query has {heads_q}, key {heads_k} and value {heads_v}"
+            )
+        heads_kv = math.lcm(heads_k, heads_v)
+    else:
+        heads_q = broadcast_or_raise(lead_q, lead_k, lead_v)[-1]
+        # One key head for all query heads is a group like any other: nothing is expanded.
+        heads_kv = 1 if heads_k == heads_v == 1 else heads_q
+    batch = broadcast_or_raise(lead_q[:-1], lead_k[:-1], lead_v[:-1])
+    query = flatten_lead(query, batch, heads_q)
+    key = flatten_lead(key, batch, heads_kv)
+    value = flatten_lead(value, batch, heads_kv)
+    if attn_mask is not None:
+        attn_mask = flatten_mask(attn_mask, batch)
+    return query, key, value, attn_mask
+
+
+def flatten_lead(t, batch, heads):
+    """(..., h, L, D) as (prod(batch), heads, L, D); heads repeat, the rest is expanded in place."""
+    t = t[(None,) * (len(batch) + 3 - t.dim())]
+    if t.shape[-3] not in (1, heads):
+        t = t.repeat_interleave(heads // t.shape[-3], -3)
+    t = t.expand(*batch, heads, *t.shape[-2:])
+    return t if len(batch) == 1 else t.reshape(math.prod(batch), *t.shape[-3:])
+
+
+def mask_to_four_dims(mask, rank):
+    if mask.dim() > rank:
+        raise RuntimeError(
+            f"flashbpt: attn_mask of shape {tuple(mask.shape)} has more dimensions than the scores"
+        )
+    return mask[(None,) * (4 - mask.dim())]
+
+
+def flatten_mask(mask, batch):
+    """A mask of any rank as one of four dimensions, each of size 1 or full."""
+    rank = len(batch) + 3
+    mask = mask_to_four_dims(mask, rank)[(None,) * (rank - max(mask.dim(), 4))]
+    if rank == 4:
+        return mask
+    if all(n == 1 for n in mask.shape[:-3]):
+        return mask.reshape(1, *mask.shape[-3:])
+    try:
+        mask = mask.expand(*batch, *mask.shape[-3:])
+    except RuntimeError:
+        raise RuntimeError(
+            f"flashbpt: attn_mask of shape {tuple(mask.shape)} does not broadcast to the leading "
+            f"dimensions {tuple(batch)} of the scores"
+        ) from None
+    return mask.reshape(math.prod(batch), *mask.shape[-3:])
+
+
+# ---------------------------------------------------------------- autograd
+
+# Arguments of attention_forward: tensors that may want a gradient come first, then tensors that do
+# not, then numbers.
+DIFFERENTIABLE = 6  # q, k, v, mask, sinks, alibi_slopes
+TENSORS = 9  # and cu_seqlens_q, cu_seqlens_k, rng_state
+ARGUMENTS = 24
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(*arguments):
+        return _OPS.attention_forward.default(*arguments[:ARGUMENTS])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:TENSORS], *output)
+        ctx.options = inputs[TENSORS:]
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse, *_):
+        saved = ctx.saved_tensors
+        q, k, v, *tensors = saved[:TENSORS]
+        out, lse, lse_lo, mask_tiles = saved[TENSORS:]
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        need = list(ctx.needs_input_grad[:DIFFERENTIABLE])
+        arguments = (grad_out, grad_lse, q, k, v, out, lse, lse_lo, mask_tiles, *tensors)
+        arguments = (*arguments, *ctx.options, need)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            grads = _AttentionBackward.apply(*arguments)
+        else:
+            grads = _OPS.attention_backward.default(*arguments)
+        return *grads, *[None] * (ARGUMENTS + 1 - DIFFERENTIABLE)
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward under create_graph: its own derivative is an error that says what to do."""
+
+    @staticmethod
+    def forward(*arguments):
+        return _OPS.attention_backward.default(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            "flashbpt has no double backward; use "
+            "torch.nn.functional.scaled_dot_product_attention under "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for it"
+        )
+
+
+# ------------------------------------------------------------ fake kernels
+
+
+def empty_in_stride_order(like, sizes, dtype=None):
+    """[sizes] with the dimensions in the stride order of `like`, the last one innermost."""
+    order = list(range(like.dim()))
+    strides = like.stride()
+    if not any(s == 0 and n > 1 for s, n in zip(strides, like.shape, strict=True)):
+        order = [*sorted(order[:-1], key=lambda d: -strides[d]), order[-1]]
+    step, out = 1, [0] * len(order)
+    for d in reversed(order):
+        out[d] = step
+        step = step * max(sizes[d], 1)
+    return torch.empty_strided(sizes, out, dtype=dtype or like.dtype, device=like.device)
+
+
+def accumulation_dtype(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def is_additive(mask):
+    return mask is not None and mask.dtype != torch.bool
+
+
+@torch.library.register_fake("flashbpt::attention_forward")
+def _attention_forward_fake(q, k, v, mask, *_):
+    out = empty_in_stride_order(q, (*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+    lse_lo = torch.empty_like(lse) if is_additive(mask) else lse.new_empty(0)
+    return out, lse, lse_lo, q.new_empty(0, dtype=torch.uint8)
+
+
+def row_gradients(q, mask, sinks, alibi_slopes, need):
+    def like(wanted, t):
+        return t.new_empty(t.shape) if wanted and t is not None else None
+
+    return (
+        empty_in_stride_order(q, q.shape) if need[0] else None,
+        like(need[3] and is_additive(mask), mask),
+        like(need[4], sinks),
+        like(need[5], alibi_slopes),
+    )
+
+
+@torch.library.register_fake("flashbpt::attention_backward")
+def _attention_backward_fake(
+    grad_out, grad_lse, q, k, v, out, lse, lse_lo, mask_tiles, mask, sinks, alibi_slopes, *options
+):
+    need = options[-1]
+    dq, dmask, dsinks, dalibi = row_gradients(q, mask, sinks, alibi_slopes, need)
+    dk = empty_in_stride_order(k, k.shape) if need[1] else None
+    dv = empty_in_stride_order(v, v.shape) if need[2] else None
+    return dq, dk, dv, dmask, dsinks, dalibi
+
+
+@torch.library.register_fake("flashbpt::attention_backward_accumulate")
+def _attention_backward_accumulate_fake(
+    grad_out, grad_lse, q, k, v, out, lse, lse_lo, mask_tiles, mask, sinks, alibi_slopes, *options
+):
+    return row_gradients(q, mask, sinks, alibi_slopes, options[-3])
+
+
+@torch.library.register_fake("flashbpt::draw_rng_state")
+def _draw_rng_state_fake(like, increment):
+    return like.new_empty(2, dtype=torch.int64)
+
+
+@torch.library.register_fake("flashbpt::dropout_mask")
+def _dropout_mask_fake(rng_state, p, sizes, offsets):
+    return rng_state.new_empty(sizes, dtype=torch.bool)
+
+
+# ------------------------------------------------------------ FLOP formulas
+
+
+def scores_of(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+    """How many scores a call computes, masks not discounted (as torch counts SDPA)."""
+    if cu_seqlens_q is None:
+        return q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
+    if type(cu_seqlens_q) is torch.Tensor and not cu_seqlens_q.is_meta:
+        return q.shape[1] * int((cu_seqlens_q.diff() * cu_seqlens_k.diff()).sum())
+    if max_seqlen_q is not None and max_seqlen_k is not None:
+        return q.shape[1] * (cu_seqlens_q.shape[0] - 1) * max_seqlen_q * max_seqlen_k
+    return q.shape[1] * q.shape[0] * k.shape[0]
+
+
+@register_flop_formula(_OPS.attention_forward, get_raw=True)
+def attention_flops(q, k, v, mask, sinks, alibi, cu_q, cu_k, rng, max_q, max_k, *_, **__):
+    return 2 * scores_of(q, k, cu_q, cu_k, max_q, max_k) * (q.shape[-1] + v.shape[-1])
+
+
+@register_flop_formula(_OPS.attention_backward, get_raw=True)
+def attention_backward_flops(
+    grad_out, grad_lse, q, k, v, out, lse, lse_lo, tiles, mask, sinks, alibi, *options, **__
+):
+    cu_q, cu_k, _, max_q, max_k = options[:5]
+    return 2 * scores_of(q, k, cu_q, cu_k, max_q, max_k) * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+register_flop_formula(_OPS.attention_backward_accumulate, get_raw=True)(attention_backward_flops)

@@ -1,0 +1,83 @@
+"""Which backend serves a call: forcing one, asking which, and checks that cost a sync."""
+
+from dataclasses import dataclass
+
+import torch
+
+BACKENDS = {"auto": 0, "cpu": 1, "sm80": 2, "sm90": 3}  # the numbers that the ops take
+
+
+class _State:
+    backend = 0
+    debug_checks = False
+
+
+class use_backend:
+    """Serve every call of this process by one backend: "auto", "cpu", "sm80" or "sm90".
+
+    Takes effect at once; as a context manager it puts the former setting back at the end. A backward
+    follows the setting of its forward. A backend that cannot serve a call refuses it.
+
+    Raises ValueError for any other name.
+    """
+
+    def __init__(self, name):
+        if name not in BACKENDS:
+            raise ValueError(f"unknown backend {name!r}; use one of {', '.join(BACKENDS)}")
+        self._former = _State.backend
+        _State.backend = BACKENDS[name]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        _State.backend = self._former
+
+
+def set_debug_checks(on):
+    """Check the contents of cu_seqlens on the GPU too, at the price of a sync a call.
+
+    On the CPU they are always checked.
+    """
+    _State.debug_checks = bool(on)
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """What `which_kernel` found: the kernel's name, and why the faster ones were refused."""
+
+    kernel: str | None
+    refused: dict[str, str]
+
+    def __bool__(self):
+        return self.kernel is not None
+
+    def __str__(self):
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in self.refused.items())
+        return f"{self.kernel} ({reasons})" if reasons else str(self.kernel)
+
+
+def which_kernel(*args, op="attention", backward=False, **kwargs):
+    """Name the kernel that would serve a call, and why the faster ones are refused.
+
+    Takes the arguments of the function that `op` names ("attention" or "varlen_attention") and
+    runs nothing. `backward=True` asks for the kernel of the backward.
+
+    Returns a KernelChoice: `kernel` is None where no kernel serves the call, `refused` maps each
+    other backend, fastest first, to the reason. Raises what the function itself would raise for
+    malformed arguments.
+    """
+    from flashbpt.attention import prepare_attention
+    from flashbpt.varlen import prepare_varlen
+
+    prepare = {"attention": prepare_attention, "varlen_attention": prepare_varlen}.get(op)
+    if prepare is None:
+        raise ValueError(f"unknown op {op!r}; use 'attention' or 'varlen_attention'")
+    kwargs.pop("return_lse", None)
+    kwargs.pop("deterministic", None)
+    arguments = prepare(*args, **kwargs)
+    with torch.no_grad():
+        text = torch.ops.flashbpt.attention_kernel.default(*arguments, backward)
+    name, *lines = text.split("\n")
+    refused = dict(line.split(": ", 1) for line in lines)
+    return KernelChoice(None if name == "none" else name, refused)
