@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -154,6 +155,13 @@ def test_wheel_holds_the_package_alone(tmp_path):
 
 
 # ------------------------------------------------------------------------------- import
+
+
+def test_readme_examples_run(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert len(blocks) >= 5
+    exec("".join(blocks), {})
+    assert "cpu" in capsys.readouterr().out
 
 
 def test_import_leaves_torch_alone():
