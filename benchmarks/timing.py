@@ -1,0 +1,138 @@
+"""Medians of several functions timed against each other in one process.
+
+Calls alternate between the candidates, so that a clock that drifts, a neighbour on the machine or a
+cache that warms meets all of them alike; who goes first changes from round to round.
+
+A sample by the host's clock is `time.perf_counter_ns` around a number of calls: the time of a call
+on the CPU, the host's part of it on CUDA, where nothing is waited for inside a sample. A sample by
+events is a pair of CUDA events around the calls, enqueued behind a kernel that keeps the GPU busy
+while the host gets ahead, so that the launches are not what is measured; give `inputs` as a list
+from `rotated`, larger together than the L2 cache, so that no call finds its inputs there.
+"""
+
+import contextlib
+import gc
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# What the GPU spins before a sample, in clock cycles: a quarter of a millisecond, in which the host
+# enqueues some tens of launches.
+SPIN_CYCLES = 500_000
+
+
+@dataclass
+class Budget:
+    """How much to measure: rounds until `seconds` are spent, but within the two bounds."""
+
+    seconds: float = 1.0
+    min_rounds: int = 3
+    max_rounds: int = 1000
+    calls: int = 1  # calls in one sample, for functions of microseconds
+
+
+def alternate(
+    candidates: dict[str, Callable[..., Any]],
+    budget: Budget,
+    inputs: Sequence[tuple] = ((),),
+    clock: str = "host",
+) -> dict[str, float | None]:
+    """Median seconds a call of each candidate, called as `candidate(*inputs[i])`, i rotating.
+
+    The first call of each is the warm-up and is not counted. A peer that refuses it, by a
+    RuntimeError, is None in the result; "flashbpt" may not refuse.
+    """
+    sample = {"host": _sample_host, "events": _sample_events}[clock]
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    turn = _Turn(inputs)
+    order = [name for name in candidates if _accepts(name, candidates[name], turn)]
+    with _no_gc():
+        started, rounds = time.perf_counter(), 0
+        while rounds < budget.min_rounds or (
+            rounds < budget.max_rounds and time.perf_counter() - started < budget.seconds
+        ):
+            for name in order:
+                samples[name].append(sample(candidates[name], turn.take(budget.calls)))
+            order = order[1:] + order[:1]
+            rounds += 1
+    return {name: statistics.median(s) / budget.calls if s else None for name, s in samples.items()}
+
+
+class _Turn:
+    """Sets of inputs, over and over."""
+
+    def __init__(self, inputs: Sequence[tuple]):
+        self.inputs, self.at = list(inputs), 0
+
+    def take(self, count: int) -> list[tuple]:
+        taken = [self.inputs[(self.at + i) % len(self.inputs)] for i in range(count)]
+        self.at += count
+        return taken
+
+
+def _accepts(name: str, function: Callable[..., Any], turn: _Turn) -> bool:
+    try:
+        function(*turn.take(1)[0])
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        if name == "flashbpt":
+            raise
+        return False
+    return True
+
+
+def _sample_host(function: Callable[..., Any], batch: list[tuple]) -> float:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    started = time.perf_counter_ns()
+    for inputs in batch:
+        function(*inputs)
+    return (time.perf_counter_ns() - started) * 1e-9
+
+
+def _sample_events(function: Callable[..., Any], batch: list[tuple]) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(SPIN_CYCLES)
+    start.record()
+    for inputs in batch:
+        function(*inputs)
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) * 1e-3
+
+
+@contextlib.contextmanager
+def _no_gc():
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def rotated(make: Callable[[], tuple], device: str) -> list[tuple]:
+    """Enough sets of inputs from `make` to fill the L2 cache of a GPU twice; one on the CPU."""
+    first = make()
+    if device != "cuda":
+        return [first]
+    size = sum(t.numel() * t.element_size() for t in first if isinstance(t, torch.Tensor))
+    l2 = torch.cuda.get_device_properties().L2_cache_size
+    return [first] + [make() for _ in range(min(64, 2 * l2 // max(size, 1) + 1))]
+
+
+def sm_mhz() -> int | None:
+    """The GPU's present SM clock, None where nvidia-smi does not say."""
+    command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "-i", "0"]
+    try:
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        return None
