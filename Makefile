@@ -19,7 +19,6 @@ endif
 ifeq ($(wildcard flashbpt/_C*.so),)
 $(BUILT): FORCE
 endif
-PIP := $(PY) -m pip --quiet --disable-pip-version-check
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 .PHONY: venv demo test gpu-test bench lint sanitize cpp-example clean build-in-place FORCE
@@ -69,14 +68,15 @@ $(VENV)/.made:
 	touch $@
 
 $(VENV)/.torch: $(VENV)/.made
-	$(PIP) install $(TORCH)
+	$(PY) -m pip --disable-pip-version-check install $(TORCH)
 	touch $@
 
 # $(VENV)/.extra-NAME: what pyproject.toml lists as NAME.
 READ_EXTRA = import sys, re; text = open("pyproject.toml").read(); \
   print(*re.findall(r"\"(.+?)\"", re.search(rf"^{sys.argv[1]} = \[(.*?)\]$$", text, re.M | re.S)[1]))
 $(VENV)/.extra-%: $(VENV)/.made pyproject.toml
-	$(PIP) install $$($(PY) -c '$(READ_EXTRA)' $*)
+	@echo "installing the extra '$*' of pyproject.toml"
+	@$(PY) -m pip --quiet --disable-pip-version-check install $$($(PY) -c '$(READ_EXTRA)' $*)
 	touch $@
 
 # In place, so that a rebuild compiles only what has changed; the .pth file puts this folder on the

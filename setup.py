@@ -21,7 +21,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import setup
+import setuptools
 
 ROOT = Path(__file__).resolve().parent
 CPP_SOURCES = [
@@ -226,14 +226,19 @@ def build_with(torch, toolkit, reason):
 
 
 def main():
+    if int(setuptools.__version__.split(".")[0]) < 77:
+        fail(
+            f"setuptools {setuptools.__version__} is too old; run "
+            "`pip install --upgrade setuptools`, flashbpt needs 77 or newer"
+        )
     compiling = {"build", "build_ext", "bdist_wheel", "editable_wheel", "install", "develop"}
     if compiling.isdisjoint(sys.argv):  # the metadata and the sdist need no torch
-        setup()
+        setuptools.setup()
         return
     torch = import_torch()
     toolkit, reason = find_cuda(torch)
     print(f"flashbpt: CUDA toolkit {toolkit}" if toolkit else f"flashbpt: CPU part only: {reason}")
-    setup(**build_with(torch, toolkit, reason))
+    setuptools.setup(**build_with(torch, toolkit, reason))
 
 
 if __name__ == "__main__":

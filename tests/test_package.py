@@ -96,6 +96,17 @@ def test_build_refuses_in_one_sentence(tmp_path, source, toolkit, sentence):
         assert done.stderr.strip() == sentence.format(toolkit=toolkit)
 
 
+def test_old_setuptools_is_refused(tmp_path):
+    (tmp_path / "setuptools.py").write_text("__version__ = '65.5.0'\n")
+    for command in ("egg_info", "bdist_wheel"):
+        done = python("setup.py", command, path=tmp_path)
+        assert done.returncode == 1
+        assert done.stderr.strip() == (
+            "flashbpt: setuptools 65.5.0 is too old; run `pip install --upgrade setuptools`, "
+            "flashbpt needs 77 or newer"
+        )
+
+
 @pytest.fixture
 def setup_py(monkeypatch):
     for name in ("FLASHBPT_FORCE_CUDA", "FLASHBPT_DISABLE_CUDA", "CUDA_HOME"):
