@@ -5,6 +5,7 @@ backward together 3.5 times that. Tokens times heads are the same in every row, 
 at least as many heads as two threads need (PyTorch's backward runs a head on one thread).
 """
 
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -23,7 +24,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 def rows(quick: bool = False) -> Iterator[Row]:
     seqlens = [128, 256] if quick else [512, 1024, 2048, 4096, 8192]
     head_dims = [64] if quick else [64, 128]
-    budget = Budget(seconds=0.02 if quick else 1.5, max_rounds=5 if quick else 100)
+    budget = Budget(seconds=0.02 if quick else 1.0, max_rounds=5 if quick else 100)
     cases = itertools.product((torch.float32, torch.bfloat16), head_dims, seqlens, (False, True))
     for dtype, head_dim, seqlen, causal in cases:
         heads = 2 if quick else TOKENS_TIMES_HEADS // seqlen
@@ -52,14 +53,16 @@ def _row(dtype, head_dim, seqlen, heads, causal, direction, budget) -> Row:
             out = attention(q, k, v, is_causal=causal)
             return out, *torch.autograd.grad(out, (q, k, v), grad)
 
-    # The warm-up: what is timed computes the same thing.
-    results = {name: candidate(attention) for name, attention in functions.items()}
+    results = {}
+
+    def call(name, attention):
+        results[name] = candidate(attention)
+
+    calls = {name: functools.partial(call, name, f) for name, f in functions.items()}
+    seconds = alternate(calls, budget)
+    # What was timed computed the same thing.
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(*results.values(), atol=tolerance, rtol=tolerance)
-    del results
-
-    calls = {name: (lambda f=f: candidate(f)) for name, f in functions.items()}
-    seconds = alternate(calls, budget)
     rate = {name: flop / (2 if causal else 1) / t * 1e-12 for name, t in seconds.items()}
     return {
         "case": f"B1 H{heads}",
