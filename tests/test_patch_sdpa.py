@@ -1,5 +1,6 @@
 """patch_sdpa(): who gets a call, what comes back, and that nothing stays behind."""
 
+import functools
 import threading
 import warnings
 
@@ -125,6 +126,7 @@ def test_a_foreign_wrapper_on_top_survives(served, undo_wrapper_first):
     below = F.scaled_dot_product_attention
     seen = []
 
+    @functools.wraps(below)
     def wrapper(*args, **kwargs):
         seen.append(1)
         return below(*args, **kwargs)

@@ -156,7 +156,8 @@ def patch_sdpa() -> SdpaPatch:
     """
     with _lock:
         current = torch.nn.functional.scaled_dot_product_attention
-        shim = getattr(current, "_flashbpt_shim", None)
+        # A shim that is in place already, or was left under somebody else's wrapper.
+        shim = next((s for s in _shims.values() if s.function is current), None)
         if shim is None:
             shim = _shims.get(id(current))
         if shim is None:
@@ -237,7 +238,6 @@ def _make_function(shim: _Shim) -> Callable[..., torch.Tensor]:
     scaled_dot_product_attention.__module__ = "torch.nn.functional"
     scaled_dot_product_attention.__qualname__ = "scaled_dot_product_attention"
     scaled_dot_product_attention.__doc__ = original.__doc__
-    scaled_dot_product_attention._flashbpt_shim = shim
     return scaled_dot_product_attention
 
 
