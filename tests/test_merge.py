@@ -6,7 +6,7 @@ import pytest
 import torch
 from compare import assert_bitwise, assert_close
 
-import flashbpt._C
+import flashbpt
 
 INF = float("inf")
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
