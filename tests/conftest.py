@@ -62,7 +62,7 @@ class GpuReport:
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
             "csrc": git_tree(Path(__file__).parents[1] / "csrc").hex(),
-            **{name: dict(sorted(counts.items())) for name, counts in self.counts.items()},
+            "tests": {name: dict(sorted(n.items())) for name, n in self.counts.items()},
         }
         self.path.write_text(json.dumps(facts, indent=2) + "\n")
 
