@@ -188,8 +188,10 @@ def build_with(torch, toolkit, reason):
     if toolkit:
         archs = " ".join(dict.fromkeys(code for cu in CUDA_SOURCES for _, code in arch_codes(cu)))
         macros |= {"WITH_CUDA": None, "CUDA_ARCHS": f'"{archs}"'}
-    # Two OpenMP runtimes in a process would be two thread pools: take the one that torch loads.
-    openmp = sorted(Path(torch.__file__).parent.glob("lib/libgomp*"))
+    # A second OpenMP runtime would be a second thread pool, and with a static libstdc++, as some
+    # compilers link, exceptions crash: name the files that torch has loaded.
+    maps = Path("/proc/self/maps").read_text()
+    openmp, stdcpp = (re.findall(rf"/.*/{lib}.*", maps)[:1] for lib in ("libgomp", "libstdc[+][+]"))
     make = cpp_extension.CUDAExtension if toolkit else cpp_extension.CppExtension
     module = make(
         "flashbpt._C",
@@ -197,7 +199,7 @@ def build_with(torch, toolkit, reason):
         include_dirs=[str(ROOT / "csrc")],
         define_macros=[(f"FLASHBPT_{name}", value) for name, value in macros.items()],
         extra_compile_args={"cxx": CXX_FLAGS},
-        extra_link_args=[str(openmp[0])] if openmp else ["-fopenmp"],
+        extra_link_args=(openmp or ["-fopenmp"]) + stdcpp,
         depends=[str(header) for header in Path("csrc").rglob("*.h")],
     )
     module.libraries.remove("torch_python")  # tensors pass through the dispatcher alone

@@ -191,6 +191,16 @@ def test_import_leaves_torch_alone():
     assert done.stdout.split() and done.stderr == ""
 
 
+def test_runtime_libraries_are_those_of_torch():
+    """A second OpenMP runtime is a second thread pool; a second libstdc++ breaks exceptions."""
+    done = python("-c", "import flashbpt; print(open('/proc/self/maps').read())")
+    for library in ("libgomp", "libstdc[+][+]"):
+        files = set(re.findall(rf"/.*/{library}.*", done.stdout))
+        assert len(files) == 1, files
+    extension = importlib.import_module("flashbpt._C")
+    assert b"libstdc++.so.6" in Path(extension.__file__).read_bytes()
+
+
 def test_info_tells_versions_and_build():
     done = python("-m", "flashbpt.info")
     assert done.returncode == 0, done.stderr
