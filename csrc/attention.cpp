@@ -1,6 +1,7 @@
 #include "attention.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/full.h>
@@ -47,20 +48,6 @@ at::Tensor empty_lse(const AttentionCall& call, const at::Tensor& q) {
     return at::full({q.size(0), q.size(1)}, -INFINITY, options);
   }
   return at::empty({q.size(0), q.size(1), q.size(2)}, options);
-}
-
-std::string describe(const KernelChoice& choice) {
-  std::string text = choice.kernel;
-  for (const auto& [backend, reason] : choice.refused) text += "\n" + backend + ": " + reason;
-  return text;
-}
-
-void require_kernel(const KernelChoice& choice) {
-  if (choice.kernel != "none") return;
-  std::string reasons;
-  for (const auto& [backend, reason] : choice.refused) reasons += " " + backend + ": " + reason + ";";
-  reasons.back() = '.';
-  TORCH_CHECK(false, "flashbpt: no kernel serves this call." + reasons);
 }
 
 // Where a kernel adds its part of a gradient: the given tensor itself if it has the accumulation
@@ -137,8 +124,9 @@ RowGradients run_backward(AttentionCall& call, const at::Tensor& grad_out,
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_forward(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     const AttentionOptions& options) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
   AttentionCall call(q, k, v, options);
-  require_kernel(call.choose(/*backward=*/false));
+  call.choose();
   std::vector<int64_t> sizes = q.sizes().vec();
   sizes.back() = v.size(-1);
   at::Tensor out = empty_in_stride_order(q, sizes, q.scalar_type());
@@ -159,8 +147,9 @@ Gradients attention_backward(const at::Tensor& grad_out, const std::optional<at:
                              const AttentionSaved& saved, const AttentionOptions& options,
                              bool /*deterministic: the CPU always is*/,
                              const std::array<bool, 6>& need) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
   AttentionCall call(q, k, v, options);
-  require_kernel(call.choose(/*backward=*/true));
+  call.choose();
   call.check_saved(grad_out, grad_lse, saved);
   AttentionBackwardParams p{call.params};
   const at::ScalarType acc = accumulation_dtype(q.scalar_type());
@@ -190,8 +179,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward_ac
     const at::Tensor& k, const at::Tensor& v, const AttentionSaved& saved,
     const AttentionOptions& options, bool /*deterministic*/, const std::array<bool, 6>& need,
     at::Tensor dk, at::Tensor dv) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
   AttentionCall call(q, k, v, options);
-  require_kernel(call.choose(/*backward=*/true));
+  call.choose();
   call.check_saved(grad_out, grad_lse, saved);
   const at::ScalarType acc = accumulation_dtype(q.scalar_type());
   call.check_accumulator("dk", dk, k);
@@ -214,13 +204,23 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward_ac
 }
 
 std::string attention_kernel(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                             const AttentionOptions& options, bool backward) {
-  return describe(AttentionCall(q, k, v, options).choose(backward));
+                             const AttentionOptions& options, bool /*backward*/) {
+  const AttentionCall call(q, k, v, options);
+  std::string kernel = "none", reasons;
+  for (const auto& [backend, name] : kBackends) {
+    if (const char* reason = call.refusal(backend)) {
+      reasons += std::string("\n") + name + ": " + reason;
+    } else if (kernel == "none") {
+      kernel = name;
+    }
+  }
+  return kernel + reasons;
 }
 
 at::Tensor dropout_mask(const at::Tensor& rng_state, double p, at::IntArrayRef sizes,
                         at::IntArrayRef offsets) {
-  TORCH_CHECK(sizes.size() == 4 && offsets.size() == 5, "flashbpt: dropout_mask takes 4 sizes "
+  TORCH_CHECK(sizes.size() == 4 && offsets.size() == 5,
+              "flashbpt: dropout_mask takes 4 sizes "
               "(batch, heads, len_q, len_k) and 5 offsets (batch, head, q, k, total_heads); got ",
               sizes.size(), " and ", offsets.size());
   TORCH_CHECK(rng_state.is_cpu(), "flashbpt: dropout_mask runs on the CPU; rng_state is on ",
@@ -238,8 +238,10 @@ at::Tensor dropout_mask(const at::Tensor& rng_state, double p, at::IntArrayRef s
 
 at::Tensor draw_rng_state(const at::Tensor& like, int64_t increment) {
   TORCH_CHECK(increment >= 0, "flashbpt: increment must be >= 0, got ", increment);
-  TORCH_CHECK(like.is_cpu(), "flashbpt: this build draws dropout states on the CPU only; got a "
-              "tensor on ", like.device());
+  TORCH_CHECK(like.is_cpu(),
+              "flashbpt: this build draws dropout states on the CPU only; got a "
+              "tensor on ",
+              like.device());
   auto generator = at::get_generator_or_default<at::CPUGeneratorImpl>(
       std::nullopt, at::detail::getDefaultCPUGenerator());
   const std::lock_guard<std::mutex> lock(generator->mutex_);

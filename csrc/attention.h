@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <c10/util/string_view.h>
+
 #include <array>
 #include <optional>
 #include <string>
@@ -27,7 +29,8 @@ struct AttentionSaved {
   std::optional<at::Tensor> lse_lo, mask_tiles;
 };
 
-using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using Gradients =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_forward(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const AttentionOptions& options);
@@ -58,6 +61,6 @@ at::Tensor dropout_mask(const at::Tensor& rng_state, double p, at::IntArrayRef s
 at::Tensor draw_rng_state(const at::Tensor& like, int64_t increment);
 
 // Refuses offsets that do not start at 0, decrease or run past the tokens. Reads device memory.
-void check_cu_seqlens(const at::Tensor& cu_seqlens, int64_t tokens);
+void check_cu_seqlens(const at::Tensor& cu_seqlens, int64_t tokens, c10::string_view name);
 
 }  // namespace flashbpt

@@ -7,11 +7,15 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-bool given(const OptionalTensor& t) { return t.has_value() && t->defined(); }
+bool given(const OptionalTensor& t) {
+  return t.has_value() && t->defined();
+}
 
 void check_floating(const char* name, const at::Tensor& t, const at::Tensor& q) {
-  TORCH_CHECK(is_attention_dtype(t.scalar_type()), "flashbpt: ", name, " must be float32, bfloat16, "
-              "float16 or float64, got ", t.scalar_type());
+  TORCH_CHECK(is_attention_dtype(t.scalar_type()), "flashbpt: ", name,
+              " must be float32, bfloat16, "
+              "float16 or float64, got ",
+              t.scalar_type());
   check_same_device(name, t, q);
 }
 
@@ -37,8 +41,10 @@ void check_values(const char* name, const at::Tensor& t, int64_t tokens) {
 void check_cu_seqlens_tensor(const char* name, const at::Tensor& t) {
   TORCH_CHECK(t.scalar_type() == at::kInt || t.scalar_type() == at::kLong, "flashbpt: ", name,
               " must be int32 or int64, got ", t.scalar_type());
-  TORCH_CHECK(t.dim() == 1 && t.size(0) >= 1, "flashbpt: ", name, " must be a vector of batch + 1 "
-              "offsets, got shape ", t.sizes());
+  TORCH_CHECK(t.dim() == 1 && t.size(0) >= 1, "flashbpt: ", name,
+              " must be a vector of batch + 1 "
+              "offsets, got shape ",
+              t.sizes());
 }
 
 }  // namespace
@@ -50,8 +56,10 @@ TensorView broadcast_view(const at::Tensor& t) {
 
 void set_dropout(AttentionParams& params, double p, const OptionalTensor& rng_state,
                  int64_t total_heads, at::IntArrayRef offsets) {
-  TORCH_CHECK(p >= 0.0 && p <= 1.0, "flashbpt: dropout probability has to be between 0 and 1, but "
-              "got ", p);
+  TORCH_CHECK(p >= 0.0 && p <= 1.0,
+              "flashbpt: dropout probability has to be between 0 and 1, but "
+              "got ",
+              p);
   params.batch_offset = offsets[0];
   params.head_offset = offsets[1];
   params.q_offset = offsets[2];
@@ -59,13 +67,18 @@ void set_dropout(AttentionParams& params, double p, const OptionalTensor& rng_st
   params.total_heads = total_heads;
   params.dropout_threshold = static_cast<uint64_t>(std::ceil(p * 4294967296.0));
   if (params.dropout_threshold == 0) return;
-  TORCH_CHECK(given(rng_state), "flashbpt: dropout needs rng_state (int64 [2], see "
+  TORCH_CHECK(given(rng_state),
+              "flashbpt: dropout needs rng_state (int64 [2], see "
               "flashbpt::draw_rng_state), got none");
   TORCH_CHECK(rng_state->scalar_type() == at::kLong && rng_state->numel() == 2 &&
-              rng_state->is_contiguous(), "flashbpt: rng_state must be a contiguous int64 tensor "
-              "of 2 elements, got ", rng_state->scalar_type(), " ", rng_state->sizes());
-  TORCH_CHECK(offsets[2] % 16 == 0 && offsets[3] % 16 == 0, "flashbpt: with dropout q_offset and "
-              "k_offset must be multiples of 16, got ", offsets[2], " and ", offsets[3]);
+                  rng_state->is_contiguous(),
+              "flashbpt: rng_state must be a contiguous int64 tensor "
+              "of 2 elements, got ",
+              rng_state->scalar_type(), " ", rng_state->sizes());
+  TORCH_CHECK(offsets[2] % 16 == 0 && offsets[3] % 16 == 0,
+              "flashbpt: with dropout q_offset and "
+              "k_offset must be multiples of 16, got ",
+              offsets[2], " and ", offsets[3]);
   params.rng_state = rng_state->data_ptr<int64_t>();
   params.dropout_scale = params.drops_all() ? 0.0 : 1.0 / (1.0 - p);
 }
@@ -76,6 +89,7 @@ AttentionCall::AttentionCall(const at::Tensor& q, const at::Tensor& k, const at:
   check_tensors(v);
   AttentionParams& p = params;
   const bool packed = given(options.cu_seqlens_q);
+  if (packed) check_cu_seqlens_tensor("cu_seqlens_q", *options.cu_seqlens_q);
   p.batch = packed ? options.cu_seqlens_q->size(0) - 1 : q.size(0);
   p.heads_q = q.size(1);
   p.heads_kv = k.size(1);
@@ -83,20 +97,25 @@ AttentionCall::AttentionCall(const at::Tensor& q, const at::Tensor& k, const at:
   p.len_k = packed ? k.size(0) : k.size(2);
   p.dim = q.size(-1);
   p.dim_v = v.size(-1);
-  TORCH_CHECK(p.heads_kv > 0 ? p.heads_q % p.heads_kv == 0 : p.heads_q == 0,
-              "flashbpt: Number of heads in key and value must divide the number of heads in query, "
-              "but key has ", p.heads_kv, " and query has ", p.heads_q);
+  TORCH_CHECK(
+      p.heads_kv > 0 ? p.heads_q % p.heads_kv == 0 : p.heads_q == 0,
+      "flashbpt: Number of heads in key and value must divide the number of heads in query, "
+      "but key has ",
+      p.heads_kv, " and query has ", p.heads_q);
   if (packed) set_sequences();
   p.q = view(q);
   p.k = view(k);
   p.v = view(v);
   p.scale = options.scale.value_or(p.dim > 0 ? 1.0 / std::sqrt(static_cast<double>(p.dim)) : 1.0);
-  TORCH_CHECK(options.softcap >= 0.0 && std::isfinite(options.softcap), "flashbpt: softcap must be "
-              "finite and >= 0 (0: none), got ", options.softcap);
+  TORCH_CHECK(options.softcap >= 0.0 && std::isfinite(options.softcap),
+              "flashbpt: softcap must be "
+              "finite and >= 0 (0: none), got ",
+              options.softcap);
   p.softcap = options.softcap;
-  TORCH_CHECK(options.window_left >= -1 && options.window_right >= -1, "flashbpt: window must be "
-              "(left, right) with each >= 0, or -1 for no limit, got (", options.window_left, ", ",
-              options.window_right, ")");
+  TORCH_CHECK(options.window_left >= -1 && options.window_right >= -1,
+              "flashbpt: window must be "
+              "(left, right) with each >= 0, or -1 for no limit, got (",
+              options.window_left, ", ", options.window_right, ")");
   p.band = Band::from_flags(options.causal, options.window_left, options.window_right);
   p.diagonal = options.diagonal;
   const int64_t total_heads = options.total_heads > 0 ? options.total_heads : p.heads_q;
@@ -106,9 +125,9 @@ AttentionCall::AttentionCall(const at::Tensor& q, const at::Tensor& k, const at:
   TORCH_CHECK(options.q_offset >= 0 && options.k_offset >= 0 && options.batch_offset >= 0,
               "flashbpt: q_offset, k_offset and batch_offset must be >= 0, got ", options.q_offset,
               ", ", options.k_offset, " and ", options.batch_offset);
-  set_dropout(p, options.dropout_p, options.rng_state, total_heads,
-              {options.batch_offset, options.head_offset, packed ? 0 : options.q_offset,
-               options.k_offset});
+  set_dropout(
+      p, options.dropout_p, options.rng_state, total_heads,
+      {options.batch_offset, options.head_offset, packed ? 0 : options.q_offset, options.k_offset});
   p.q_offset = options.q_offset;
   if (given(options.mask)) set_mask();
   set_sinks_and_slopes();
@@ -116,41 +135,51 @@ AttentionCall::AttentionCall(const at::Tensor& q, const at::Tensor& k, const at:
 
 void AttentionCall::check_tensors(const at::Tensor& v) const {
   const int64_t rank = given(options.cu_seqlens_q) ? 3 : 4;
-  TORCH_CHECK(q_.dim() == rank && k_.dim() == rank && v.dim() == rank, "flashbpt: query, key and "
-              "value must be ", rank == 3 ? "(tokens, heads, dim)" : "(batch, heads, length, dim)",
-              ", got ", q_.sizes(), ", ", k_.sizes(), " and ", v.sizes());
-  TORCH_CHECK(q_.scalar_type() == k_.scalar_type() && q_.scalar_type() == v.scalar_type(),
-              "flashbpt: Expected query, key, and value to have the same dtype, but got query.dtype: ",
-              q_.scalar_type(), " key.dtype: ", k_.scalar_type(), " and value.dtype: ",
-              v.scalar_type(), " instead.");
+  TORCH_CHECK(q_.dim() == rank && k_.dim() == rank && v.dim() == rank,
+              "flashbpt: query, key and "
+              "value must be ",
+              rank == 3 ? "(tokens, heads, dim)" : "(batch, heads, length, dim)", ", got ",
+              q_.sizes(), ", ", k_.sizes(), " and ", v.sizes());
+  TORCH_CHECK(
+      q_.scalar_type() == k_.scalar_type() && q_.scalar_type() == v.scalar_type(),
+      "flashbpt: Expected query, key, and value to have the same dtype, but got query.dtype: ",
+      q_.scalar_type(), " key.dtype: ", k_.scalar_type(), " and value.dtype: ", v.scalar_type(),
+      " instead.");
   check_floating("query", q_, q_);
   check_same_device("key", k_, q_);
   check_same_device("value", v, q_);
-  TORCH_CHECK(q_.size(-1) == k_.size(-1), "flashbpt: query and key must have the same head dim, got ",
-              q_.size(-1), " and ", k_.size(-1));
+  TORCH_CHECK(q_.size(-1) == k_.size(-1),
+              "flashbpt: query and key must have the same head dim, got ", q_.size(-1), " and ",
+              k_.size(-1));
   const int64_t rows = rank == 3 ? 0 : 2;
-  TORCH_CHECK(k_.size(rows) == v.size(rows), "flashbpt: key and value must have the same length, got ",
-              k_.size(rows), " and ", v.size(rows));
-  TORCH_CHECK(k_.size(1) == v.size(1), "flashbpt: key and value must have the same number of heads, "
-              "got ", k_.size(1), " and ", v.size(1));
+  TORCH_CHECK(k_.size(rows) == v.size(rows),
+              "flashbpt: key and value must have the same length, got ", k_.size(rows), " and ",
+              v.size(rows));
+  TORCH_CHECK(k_.size(1) == v.size(1),
+              "flashbpt: key and value must have the same number of heads, "
+              "got ",
+              k_.size(1), " and ", v.size(1));
   TORCH_CHECK(rank == 3 || (q_.size(0) == k_.size(0) && q_.size(0) == v.size(0)),
-              "flashbpt: query, key and value must have the same batch size, got ", q_.size(0), ", ",
-              k_.size(0), " and ", v.size(0));
+              "flashbpt: query, key and value must have the same batch size, got ", q_.size(0),
+              ", ", k_.size(0), " and ", v.size(0));
 }
 
 void AttentionCall::set_sequences() {
   TORCH_CHECK(given(options.cu_seqlens_k), "flashbpt: cu_seqlens_q needs cu_seqlens_k, got none");
   at::Tensor& cu_q = *options.cu_seqlens_q;
   at::Tensor& cu_k = *options.cu_seqlens_k;
-  check_cu_seqlens_tensor("cu_seqlens_q", cu_q);
   check_cu_seqlens_tensor("cu_seqlens_k", cu_k);
   check_same_device("cu_seqlens_q", cu_q, q_);
   check_same_device("cu_seqlens_k", cu_k, q_);
-  TORCH_CHECK(cu_q.size(0) == cu_k.size(0), "flashbpt: cu_seqlens_q and cu_seqlens_k must name the "
-              "same number of sequences, got ", cu_q.size(0) - 1, " and ", cu_k.size(0) - 1);
+  TORCH_CHECK(cu_q.size(0) == cu_k.size(0),
+              "flashbpt: cu_seqlens_q and cu_seqlens_k must name the "
+              "same number of sequences, got ",
+              cu_q.size(0) - 1, " and ", cu_k.size(0) - 1);
   TORCH_CHECK(!given(options.mask), "flashbpt: packed sequences take no attn_mask");
-  TORCH_CHECK(options.k_offset == 0 && options.diagonal == 0, "flashbpt: packed sequences take no "
-              "k_offset and no diagonal, got ", options.k_offset, " and ", options.diagonal);
+  TORCH_CHECK(options.k_offset == 0 && options.diagonal == 0,
+              "flashbpt: packed sequences take no "
+              "k_offset and no diagonal, got ",
+              options.k_offset, " and ", options.diagonal);
   if (cu_q.scalar_type() != cu_k.scalar_type()) {
     cu_q = cu_q.to(at::kLong);
     cu_k = cu_k.to(at::kLong);
@@ -158,9 +187,8 @@ void AttentionCall::set_sequences() {
   cu_q = cu_q.contiguous();
   cu_k = cu_k.contiguous();
   if (q_.is_cpu()) {
-    // With a query block q holds some of the rows that cu_seqlens_q describes.
-    const bool block = options.q_offset > 0;
-    check_values("cu_seqlens_q", cu_q, block ? INT64_MAX : q_.size(0));
+    // q may be a block of the rows that cu_seqlens_q describes.
+    check_values("cu_seqlens_q", cu_q, INT64_MAX);
     check_values("cu_seqlens_k", cu_k, k_.size(0));
   }
   params.cu_seqlens_q = cu_q.data_ptr();
@@ -172,15 +200,19 @@ void AttentionCall::set_mask() {
   const at::Tensor& mask = *options.mask;
   check_same_device("attn_mask", mask, q_);
   const at::ScalarType t = mask.scalar_type();
-  TORCH_CHECK(t == at::kBool || t == at::kFloat || t == q_.scalar_type(), "flashbpt: Expected "
+  TORCH_CHECK(t == at::kBool || t == at::kFloat || t == q_.scalar_type(),
+              "flashbpt: Expected "
               "attn_mask dtype to be bool or float or to match query dtype, but got "
-              "attn_mask.dtype: ", t, " and query.dtype: ", q_.scalar_type(), " instead.");
+              "attn_mask.dtype: ",
+              t, " and query.dtype: ", q_.scalar_type(), " instead.");
   const AttentionParams& p = params;
   const std::array<int64_t, 4> full{p.batch, p.heads_q, p.len_q, p.len_k};
   bool fits = mask.dim() == 4;
   for (int64_t d = 0; fits && d < 4; ++d) fits = mask.size(d) == 1 || mask.size(d) == full[d];
-  TORCH_CHECK(fits, "flashbpt: attn_mask of shape ", mask.sizes(), " does not broadcast to the "
-              "scores (batch, heads, len_q, len_k) = ", at::IntArrayRef(full));
+  TORCH_CHECK(fits, "flashbpt: attn_mask of shape ", mask.sizes(),
+              " does not broadcast to the "
+              "scores (batch, heads, len_q, len_k) = ",
+              at::IntArrayRef(full));
   params.mask = broadcast_view(mask);
 }
 
@@ -188,9 +220,10 @@ void AttentionCall::set_sinks_and_slopes() {
   AttentionParams& p = params;
   if (given(options.sinks)) {
     check_floating("sinks", *options.sinks, q_);
-    TORCH_CHECK(options.sinks->dim() == 1 && options.sinks->size(0) == p.heads_q, "flashbpt: sinks "
-                "must hold one logit a query head, (", p.heads_q, ",), got shape ",
-                options.sinks->sizes());
+    TORCH_CHECK(options.sinks->dim() == 1 && options.sinks->size(0) == p.heads_q,
+                "flashbpt: sinks "
+                "must hold one logit a query head, (",
+                p.heads_q, ",), got shape ", options.sinks->sizes());
     sinks_ = options.sinks->to(acc_).contiguous();
     p.sinks = {sinks_.data_ptr(), data_type(acc_), 0, 1, 0, 0};
   }
@@ -199,8 +232,9 @@ void AttentionCall::set_sinks_and_slopes() {
     check_floating("alibi_slopes", slopes, q_);
     const bool per_batch = slopes.dim() == 2;
     TORCH_CHECK((slopes.dim() == 1 || (per_batch && slopes.size(0) == p.batch)) &&
-                slopes.size(-1) == p.heads_q, "flashbpt: alibi_slopes must be (", p.heads_q,
-                ",) or (", p.batch, ", ", p.heads_q, "), got shape ", slopes.sizes());
+                    slopes.size(-1) == p.heads_q,
+                "flashbpt: alibi_slopes must be (", p.heads_q, ",) or (", p.batch, ", ", p.heads_q,
+                "), got shape ", slopes.sizes());
     slopes_ = slopes.to(acc_).contiguous();
     p.alibi = {slopes_.data_ptr(), data_type(acc_), per_batch ? p.heads_q : 0, 1, 0, 0};
   }
@@ -239,35 +273,32 @@ void AttentionCall::check_saved(const at::Tensor& grad_out, const OptionalTensor
 void AttentionCall::check_accumulator(const char* name, const at::Tensor& t,
                                       const at::Tensor& like) const {
   check_same_device(name, t, q_);
-  TORCH_CHECK(t.sizes() == like.sizes() && t.scalar_type() == acc_, "flashbpt: ", name,
-              " must be ", acc_, " of shape ", like.sizes(), ", got ", t.scalar_type(),
-              " of shape ", t.sizes());
+  TORCH_CHECK(t.sizes() == like.sizes() && t.scalar_type() == acc_, "flashbpt: ", name, " must be ",
+              acc_, " of shape ", like.sizes(), ", got ", t.scalar_type(), " of shape ", t.sizes());
 }
 
-KernelChoice AttentionCall::choose(bool /*backward*/) const {
-  KernelChoice choice{"none", {}};
+const char* AttentionCall::refusal(Backend backend) const {
   const auto forced = static_cast<Backend>(options.backend);
-  const auto refuse = [&](Backend backend, const char* name, bool available, std::string why) {
-    if (forced != Backend::kAuto && forced != backend) {
-      choice.refused.emplace_back(name, "use_backend forces another one");
-    } else if (!available) {
-      choice.refused.emplace_back(name, std::move(why));
-    } else if (choice.kernel == "none") {
-      choice.kernel = name;
-    }
-  };
-  const std::string where = "the tensors are on " + q_.device().str();
-  const std::string missing = "this build has no such attention kernel";
-  const bool cuda = q_.is_cuda();
-  refuse(Backend::kSm90, "sm90", false, cuda ? missing : where);
-  refuse(Backend::kSm80, "sm80", false, cuda ? missing : where);
-  refuse(Backend::kCpu, "cpu", q_.is_cpu(), where);
-  return choice;
+  if (forced != Backend::kAuto && forced != backend) return "use_backend forces another one";
+  if (backend == Backend::kCpu) return q_.is_cpu() ? nullptr : "the tensors are not on the CPU";
+  return q_.is_cuda() ? "this build has no such attention kernel" : "the tensors are not on a GPU";
 }
 
-void check_cu_seqlens(const at::Tensor& cu_seqlens, int64_t tokens) {
-  check_cu_seqlens_tensor("cu_seqlens", cu_seqlens);
-  check_values("cu_seqlens", cu_seqlens, tokens);
+Backend AttentionCall::choose() const {
+  for (const auto& [backend, name] : kBackends) {
+    if (!refusal(backend)) return backend;
+  }
+  std::string reasons;
+  for (const auto& [backend, name] : kBackends) {
+    reasons += std::string(reasons.empty() ? "" : "; ") + name + ": " + refusal(backend);
+  }
+  TORCH_CHECK(false, "flashbpt: no kernel serves this call on ", q_.device(), " (", reasons, ")");
+}
+
+void check_cu_seqlens(const at::Tensor& cu_seqlens, int64_t tokens, c10::string_view name) {
+  const std::string text(name);
+  check_cu_seqlens_tensor(text.c_str(), cu_seqlens);
+  check_values(text.c_str(), cu_seqlens, tokens);
 }
 
 }  // namespace flashbpt

@@ -1,8 +1,6 @@
 // One attention call: its arguments checked once, as params for the kernels.
 #pragma once
 
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "attention.h"
@@ -14,10 +12,13 @@ namespace flashbpt {
 // The numbers that `use_backend` passes through the ops.
 enum class Backend : int64_t { kAuto = 0, kCpu = 1, kSm80 = 2, kSm90 = 3 };
 
-struct KernelChoice {
-  std::string kernel;  // "none" where no kernel serves the call
-  std::vector<std::pair<std::string, std::string>> refused;  // backend, why, fastest first
+// In the order in which a call tries them.
+struct BackendName {
+  Backend backend;
+  const char* name;
 };
+constexpr BackendName kBackends[] = {
+    {Backend::kSm90, "sm90"}, {Backend::kSm80, "sm80"}, {Backend::kCpu, "cpu"}};
 
 // Strides 0 where a dimension has size 1. t: [batch, heads, rows, cols]
 TensorView broadcast_view(const at::Tensor& t);
@@ -32,7 +33,10 @@ class AttentionCall {
   AttentionCall(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 const AttentionOptions& options);
 
-  KernelChoice choose(bool backward) const;
+  // Why a backend does not serve this call; null where it does.
+  const char* refusal(Backend backend) const;
+  // The first backend that serves the call; throws with the reasons where there is none.
+  Backend choose() const;
   bool packed() const { return params.packed(); }
 
   // q, k, v, out and their gradients: [B, H, L, D] or packed [T, H, D].

@@ -31,15 +31,17 @@ inline DataType data_type(at::ScalarType t) {
     case at::kBool:
       return DataType::kBool;
     default:
-      TORCH_CHECK(false, "flashbpt: dtype ", t, " is not supported; use float32, bfloat16, "
+      TORCH_CHECK(false, "flashbpt: dtype ", t,
+                  " is not supported; use float32, bfloat16, "
                   "float16 or float64");
   }
 }
 
 inline void check_same_device(const char* name, const at::Tensor& t, const at::Tensor& query) {
-  TORCH_CHECK(t.device() == query.device(), "flashbpt: Expected query, key, value and all other "
-              "tensors to have the same device type, but query is on ", query.device(), " and ",
-              name, " on ", t.device());
+  TORCH_CHECK(t.device() == query.device(),
+              "flashbpt: Expected query, key, value and all other "
+              "tensors to have the same device type, but query is on ",
+              query.device(), " and ", name, " on ", t.device());
 }
 
 }  // namespace flashbpt

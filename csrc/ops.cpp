@@ -2,8 +2,10 @@
 //
 // Attention kernels take their arguments from the stack: one place (`options_at`) then knows the
 // order that the schemas share.
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include "attention.h"
@@ -29,14 +31,27 @@ constexpr size_t kSavedCount = 9;
 
 AttentionOptions options_at(Arguments a) {
   const auto tensor = [&](size_t i) { return a[i].toOptional<at::Tensor>(); };
-  return {tensor(0),        tensor(1),        tensor(2),
-          tensor(3),        tensor(4),        tensor(5),
-          a[6].toOptional<int64_t>(),         a[7].toOptional<int64_t>(),
-          a[8].toOptional<double>(),          a[9].toBool(),
-          a[10].toInt(),    a[11].toInt(),    a[12].toDouble(),
-          a[13].toDouble(), a[14].toInt(),    a[15].toInt(),
-          a[16].toInt(),    a[17].toInt(),    a[18].toInt(),
-          a[19].toInt(),    a[20].toInt()};
+  return {tensor(0),
+          tensor(1),
+          tensor(2),
+          tensor(3),
+          tensor(4),
+          tensor(5),
+          a[6].toOptional<int64_t>(),
+          a[7].toOptional<int64_t>(),
+          a[8].toOptional<double>(),
+          a[9].toBool(),
+          a[10].toInt(),
+          a[11].toInt(),
+          a[12].toDouble(),
+          a[13].toDouble(),
+          a[14].toInt(),
+          a[15].toInt(),
+          a[16].toInt(),
+          a[17].toInt(),
+          a[18].toInt(),
+          a[19].toInt(),
+          a[20].toInt()};
 }
 
 AttentionSaved saved_at(Arguments a) {
@@ -89,26 +104,49 @@ void backward_accumulate_op(const c10::OperatorHandle& op, Stack* stack) {
 void kernel_op(const c10::OperatorHandle& op, Stack* stack) {
   call(op, stack, [](Arguments a) {
     return std::make_tuple(attention_kernel(a[0].toTensor(), a[1].toTensor(), a[2].toTensor(),
-                                            options_at(a.slice(3)),
-                                            a[3 + kOptionCount].toBool()));
+                                            options_at(a.slice(3)), a[3 + kOptionCount].toBool()));
   });
 }
 
 // The ops have no derivative of their own: the public functions of the Python package hold it. An
 // input that wants a gradient is refused here, so that none is ever lost without a word.
+void refuse_tensor(const c10::OperatorHandle& op, const at::Tensor& t, const char* advice) {
+  TORCH_CHECK(!(at::GradMode::is_enabled() && t.requires_grad()), op.schema().name(),
+              ": an input "
+              "requires grad, but the op has no derivative of its own. ",
+              advice);
+  TORCH_CHECK_NOT_IMPLEMENTED(!t.defined() || !t._fw_grad(/*level=*/0).defined(),
+                              op.schema().name(),
+                              ": flashbpt has no forward-mode derivative; use "
+                              "torch.nn.functional.scaled_dot_product_attention under "
+                              "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for it.");
+}
+
 template <const char* const* kAdvice>
 void refuse_grad(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  if (at::GradMode::is_enabled()) {
-    for (const c10::IValue& value : torch::jit::last(*stack, op.schema().arguments().size())) {
-      bool wants = value.isTensor() && value.toTensor().requires_grad();
-      if (value.isTensorList()) {
-        for (const at::Tensor& t : value.toTensorVector()) wants = wants || t.requires_grad();
-      }
-      TORCH_CHECK(!wants, op.schema().name(), ": an input requires grad, but the op has no "
-                  "derivative of its own. ", *kAdvice);
+  for (const c10::IValue& value : torch::jit::last(*stack, op.schema().arguments().size())) {
+    if (value.isTensor()) refuse_tensor(op, value.toTensor(), *kAdvice);
+    if (value.isTensorList()) {
+      for (const at::Tensor& t : value.toTensorVector()) refuse_tensor(op, t, *kAdvice);
     }
   }
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+// Autograd must see that the tensors that an op writes have changed.
+void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  std::vector<at::Tensor> written;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].alias_info() && arguments[i].alias_info()->isWrite()) {
+      written.push_back(torch::jit::peek(*stack, i, arguments.size()).toTensor());
+    }
+  }
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  }
+  for (const at::Tensor& t : written) torch::autograd::impl::bump_version(t);
 }
 
 const char* const kUsePublic =
@@ -123,21 +161,28 @@ const char* const kNoDoubleBackward =
 TORCH_LIBRARY(flashbpt, m) {
   const std::vector<at::Tag> pure{at::Tag::pt2_compliant_tag};
   m.def(("attention_forward(Tensor q, Tensor k, Tensor v, " + kOptions +
-         ") -> (Tensor out, Tensor lse, Tensor lse_lo, Tensor mask_tiles)").c_str(), pure);
-  m.def(("attention_backward(" + kSaved + kOptions + ", bool deterministic, bool[6] need) -> "
-         "(Tensor dq, Tensor dk, Tensor dv, Tensor dmask, Tensor dsinks, Tensor dalibi)").c_str(),
+         ") -> (Tensor out, Tensor lse, Tensor lse_lo, Tensor mask_tiles)")
+            .c_str(),
         pure);
-  m.def(("attention_backward_accumulate(" + kSaved + kOptions + ", bool deterministic, "
+  m.def(("attention_backward(" + kSaved + kOptions +
+         ", bool deterministic, bool[6] need) -> "
+         "(Tensor dq, Tensor dk, Tensor dv, Tensor dmask, Tensor dsinks, Tensor dalibi)")
+            .c_str(),
+        pure);
+  m.def(("attention_backward_accumulate(" + kSaved + kOptions +
+         ", bool deterministic, "
          "bool[6] need, Tensor(a!) dk, Tensor(b!) dv) -> "
-         "(Tensor dq, Tensor dmask, Tensor dsinks, Tensor dalibi)").c_str(), pure);
-  m.def(("attention_kernel(Tensor q, Tensor k, Tensor v, " + kOptions +
-         ", bool backward) -> str").c_str());
+         "(Tensor dq, Tensor dmask, Tensor dsinks, Tensor dalibi)")
+            .c_str(),
+        pure);
+  m.def(("attention_kernel(Tensor q, Tensor k, Tensor v, " + kOptions + ", bool backward) -> str")
+            .c_str());
   m.def("dropout_mask(Tensor rng_state, float p, SymInt[] sizes, SymInt[] offsets) -> Tensor",
         pure);
   m.def("draw_rng_state(Tensor like, int increment) -> Tensor",
         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   m.def("merge_attention_states(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)", pure);
-  m.def("check_cu_seqlens(Tensor cu_seqlens, int tokens) -> ()");
+  m.def("check_cu_seqlens(Tensor cu_seqlens, int tokens, str name) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(flashbpt, CPU, m) {
@@ -148,6 +193,7 @@ TORCH_LIBRARY_IMPL(flashbpt, CPU, m) {
   m.impl("dropout_mask", &dropout_mask);
   m.impl("draw_rng_state", &draw_rng_state);
   m.impl("merge_attention_states", &merge_attention_states);
+  m.impl("check_cu_seqlens", &check_cu_seqlens);
 }
 
 // The same host functions: they choose the kernel by device and capability.
@@ -159,21 +205,27 @@ TORCH_LIBRARY_IMPL(flashbpt, CUDA, m) {
   m.impl("dropout_mask", &dropout_mask);
   m.impl("draw_rng_state", &draw_rng_state);
   m.impl("merge_attention_states", &merge_attention_states);
+  m.impl("check_cu_seqlens", &check_cu_seqlens);
 }
 
 TORCH_LIBRARY_IMPL(flashbpt, CompositeExplicitAutograd, m) {
   m.impl("attention_kernel", torch::CppFunction::makeFromBoxedFunction<&kernel_op>());
-  m.impl("check_cu_seqlens", &check_cu_seqlens);
 }
 
 TORCH_LIBRARY_IMPL(flashbpt, Autograd, m) {
-  m.impl("attention_forward", torch::CppFunction::makeFromBoxedFunction<&refuse_grad<&kUsePublic>>());
+  m.impl("attention_forward",
+         torch::CppFunction::makeFromBoxedFunction<&refuse_grad<&kUsePublic>>());
   m.impl("attention_backward",
          torch::CppFunction::makeFromBoxedFunction<&refuse_grad<&kNoDoubleBackward>>());
   m.impl("attention_backward_accumulate",
          torch::CppFunction::makeFromBoxedFunction<&refuse_grad<&kNoDoubleBackward>>());
   m.impl("merge_attention_states",
          torch::CppFunction::makeFromBoxedFunction<&refuse_grad<&kUsePublic>>());
+}
+
+TORCH_LIBRARY_IMPL(flashbpt, ADInplaceOrView, m) {
+  m.impl("attention_backward_accumulate",
+         torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
 }
 
 }  // namespace flashbpt

@@ -57,9 +57,9 @@ struct AttentionParams {
   int64_t head_offset = 0;
   int64_t total_heads = 0;
 
-  const int64_t* rng_state = nullptr;   // [2]: seed, offset
-  uint64_t dropout_threshold = 0;       // a key stays where its word >= threshold; 0: no dropout
-  double dropout_scale = 1.0;           // 1 / (1 - p)
+  const int64_t* rng_state = nullptr;  // [2]: seed, offset
+  uint64_t dropout_threshold = 0;      // a key stays where its word >= threshold; 0: no dropout
+  double dropout_scale = 1.0;          // 1 / (1 - p)
 
   int64_t group() const { return heads_kv > 0 ? heads_q / heads_kv : 1; }
   bool packed() const { return cu_seqlens_q != nullptr; }
@@ -73,12 +73,12 @@ struct AttentionBackwardParams : AttentionParams {
   TensorView grad_out;  // [batch, heads_q, len_q, dim_v], any strides
   TensorView grad_lse;  // as lse, any strides; null: no gradient through LSE
   // Null where the gradient is not asked for.
-  TensorView dq;        // [batch, heads_q, len_q, dim]
-  TensorView dk;        // [partials, batch, heads_kv, len_k, dim], accumulation type, added into
-  TensorView dv;        // [partials, batch, heads_kv, len_k, dim_v], accumulation type, added into
-  TensorView dmask;     // mask's own shape by strides, accumulation type, added into
-  TensorView dsinks;    // [partials, batch, heads_q] along `row`, `batch`, `head`; added into
-  TensorView dalibi;    // as dsinks
+  TensorView dq;      // [batch, heads_q, len_q, dim]
+  TensorView dk;      // [partials, batch, heads_kv, len_k, dim], accumulation type, added into
+  TensorView dv;      // [partials, batch, heads_kv, len_k, dim_v], accumulation type, added into
+  TensorView dmask;   // mask's own shape by strides, accumulation type, added into
+  TensorView dsinks;  // [partials, batch, heads_q] along `row`, `batch`, `head`; added into
+  TensorView dalibi;  // as dsinks
   // dk, dv, dsinks and dalibi hold `partials` copies: copy i takes the query tiles i, i + partials,
   // ..., so that nobody shares an accumulator and the sum over copies has one order.
   int64_t partials = 1;

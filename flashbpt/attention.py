@@ -1,6 +1,7 @@
 """Dense attention: `attention` and the op behind it (autograd, fake kernels, FLOP formulas)."""
 
 import math
+import operator
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -73,7 +74,7 @@ def attention(
 
     Sources: FlashAttention (arXiv 2205.14135), FlashAttention-2 (2307.08691).
     """
-    arguments = prepare_attention(
+    arguments, lead = prepare_attention(
         query,
         key,
         value,
@@ -82,15 +83,14 @@ def attention(
         is_causal,
         scale,
         enable_gqa,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        causal_align=causal_align,
+        window,
+        softcap,
+        alibi_slopes,
+        sinks,
+        causal_align,
     )
     out, lse = run(arguments, deterministic)
-    if query.dim() != 4 or out.shape[:2] != query.shape[:2]:
-        lead = broadcast_lead(query, key, value, enable_gqa)
+    if lead is not None:
         out = out.reshape(*lead, *out.shape[-2:])
         lse = lse.reshape(*lead, lse.shape[-1])
     return (out, lse) if return_lse else out
@@ -105,21 +105,25 @@ def prepare_attention(
     is_causal=False,
     scale=None,
     enable_gqa=False,
-    *,
     window=None,
     softcap=0.0,
     alibi_slopes=None,
     sinks=None,
     causal_align=UPPER_LEFT,
 ):
-    """The arguments of `attention` as those of the op: four dimensions, one dtype, plain numbers."""
+    """The arguments of `attention` as those of the op: four dimensions, one dtype, plain numbers.
+
+    Returns them and the leading dimensions of the output, None where they are query's own.
+    """
     if is_causal and attn_mask is not None:
         raise RuntimeError(
             "flashbpt: Explicit attn_mask should not be set when is_causal=True, got a mask of "
             f"shape {tuple(attn_mask.shape)}; give one of the two"
         )
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
-    if not (query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2]):
+    lead = None
+    if not four_dims(query, key, value, enable_gqa):
+        lead = broadcast_lead(query, key, value, enable_gqa)
         query, key, value, attn_mask = to_four_dims(query, key, value, attn_mask, enable_gqa)
     if attn_mask is not None and attn_mask.dim() != 4:
         attn_mask = mask_to_four_dims(attn_mask, query.dim())
@@ -157,18 +161,41 @@ def prepare_attention(
         0,  # total_heads: query's own
         diagonal,
         _State.backend,
-    )
+    ), lead
 
 
 def run(arguments, deterministic=None):
     """(out, lse) of the op, through autograd where an input wants a gradient."""
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in arguments[:DIFFERENTIABLE]
-    ):
+    if torch.is_grad_enabled() and wants_grad(*arguments[:DIFFERENTIABLE]):
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-        return _Attention.apply(*arguments, deterministic)[:2]
+        if torch.compiler.is_compiling():
+            return _Attention.apply(*without_repeats(arguments), deterministic)[:2]
+        if torch._C._are_functorch_transforms_active():
+            return _Attention.apply(*arguments, deterministic)[:2]
+        return _EagerAttention.apply(*arguments, deterministic)[:2]
     return _OPS.attention_forward.default(*arguments)[:2]
+
+
+def wants_grad(q, k, v, mask, sinks, alibi_slopes):
+    return (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (mask is not None and mask.requires_grad)
+        or (sinks is not None and sinks.requires_grad)
+        or (alibi_slopes is not None and alibi_slopes.requires_grad)
+    )
+
+
+def without_repeats(arguments):
+    """The same with an alias for a tensor that stands there twice, which a compiled Function refuses."""
+    seen, out = [], []
+    for t in arguments[:TENSORS]:
+        repeated = t is not None and any(t is other for other in seen)
+        out.append(t.view_as(t) if repeated else t)
+        seen.append(t)
+    return *out, *arguments[TENSORS:]
 
 
 # ------------------------------------------------------------------- arguments
@@ -194,7 +221,7 @@ def window_limits(window):
         return -1, -1
     try:
         left, right = window
-        return int(left), int(right)
+        return operator.index(left), operator.index(right)
     except (TypeError, ValueError):
         raise ValueError(
             f"window must be None or (left, right) with each >= 0, or -1 for no limit, got {window!r}"
@@ -210,6 +237,17 @@ def draw_dropout_state(query, dropout_p):
             f"flashbpt: dropout probability has to be between 0 and 1, but got {dropout_p}"
         )
     return _OPS.draw_rng_state.default(query, 4)
+
+
+def four_dims(query, key, value, enable_gqa):
+    """True for inputs that the op takes as they are: (B, H, L, D), nothing to broadcast."""
+    q, k, v = query.shape, key.shape, value.shape
+    return (
+        len(q) == len(k) == len(v) == 4
+        and q[0] == k[0] == v[0]
+        and k[1] == v[1]
+        and (enable_gqa or q[1] == k[1])
+    )
 
 
 def check_ranks(query, key, value):
@@ -351,6 +389,18 @@ class _Attention(torch.autograd.Function):
         return *grads, *[None] * (ARGUMENTS + 1 - DIFFERENTIABLE)
 
 
+class _EagerAttention(torch.autograd.Function):
+    """_Attention outside of transforms and compilation, where this form costs a third of the time."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        output = _Attention.forward(*arguments)
+        _Attention.setup_context(ctx, arguments, output)
+        return output
+
+    backward = _Attention.backward
+
+
 class _AttentionBackward(torch.autograd.Function):
     """The backward under create_graph: its own derivative is an error that says what to do."""
 
@@ -372,6 +422,16 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 # ------------------------------------------------------------ fake kernels
+
+
+def check_devices(query, **others):
+    """What the kernels check; a tensor on meta among others comes here instead of there."""
+    for name, t in others.items():
+        if t is not None and t.device != query.device:
+            raise RuntimeError(
+                "flashbpt: Expected query, key, value and all other tensors to have the same device "
+                f"type, but query is on {query.device} and {name} on {t.device}"
+            )
 
 
 def empty_in_stride_order(like, sizes, dtype=None):
@@ -396,7 +456,17 @@ def is_additive(mask):
 
 
 @torch.library.register_fake("flashbpt::attention_forward")
-def _attention_forward_fake(q, k, v, mask, *_):
+def _attention_forward_fake(q, k, v, mask, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, *_):
+    check_devices(
+        q,
+        key=k,
+        value=v,
+        attn_mask=mask,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+    )
     out = empty_in_stride_order(q, (*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
     lse_lo = torch.empty_like(lse) if is_additive(mask) else lse.new_empty(0)
@@ -419,6 +489,7 @@ def row_gradients(q, mask, sinks, alibi_slopes, need):
 def _attention_backward_fake(
     grad_out, grad_lse, q, k, v, out, lse, lse_lo, mask_tiles, mask, sinks, alibi_slopes, *options
 ):
+    check_devices(q, grad_out=grad_out, grad_lse=grad_lse, key=k, value=v, out=out, lse=lse)
     need = options[-1]
     dq, dmask, dsinks, dalibi = row_gradients(q, mask, sinks, alibi_slopes, need)
     dk = empty_in_stride_order(k, k.shape) if need[1] else None
@@ -430,7 +501,9 @@ def _attention_backward_fake(
 def _attention_backward_accumulate_fake(
     grad_out, grad_lse, q, k, v, out, lse, lse_lo, mask_tiles, mask, sinks, alibi_slopes, *options
 ):
-    return row_gradients(q, mask, sinks, alibi_slopes, options[-3])
+    *_, need, dk, dv = options
+    check_devices(q, grad_out=grad_out, key=k, value=v, out=out, lse=lse, dk=dk, dv=dv)
+    return row_gradients(q, mask, sinks, alibi_slopes, need)
 
 
 @torch.library.register_fake("flashbpt::draw_rng_state")

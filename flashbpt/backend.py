@@ -76,6 +76,8 @@ def which_kernel(*args, op="attention", backward=False, **kwargs):
     kwargs.pop("return_lse", None)
     kwargs.pop("deterministic", None)
     arguments = prepare(*args, **kwargs)
+    if op == "attention":
+        arguments, _ = arguments
     with torch.no_grad():
         text = torch.ops.flashbpt.attention_kernel.default(*arguments, backward)
     name, *lines = text.split("\n")

@@ -90,9 +90,9 @@ def prepare_varlen(
         cu_seqlens_k = cu_seqlens_q
     if max_seqlen_k is None and cu_seqlens_k is cu_seqlens_q:
         max_seqlen_k = max_seqlen_q
-    if _State.debug_checks and cu_seqlens_q.is_cuda:
-        torch.ops.flashbpt.check_cu_seqlens(cu_seqlens_q, query.shape[0])
-        torch.ops.flashbpt.check_cu_seqlens(cu_seqlens_k, key.shape[0])
+    if not torch.compiler.is_compiling() and (query.is_cpu or _State.debug_checks):
+        torch.ops.flashbpt.check_cu_seqlens.default(cu_seqlens_q, query.shape[0], "cu_seqlens_q")
+        torch.ops.flashbpt.check_cu_seqlens.default(cu_seqlens_k, key.shape[0], "cu_seqlens_k")
     query, key, value, _ = autocast(query, key, value)
     left, right = window_limits(window)
     return (
@@ -121,3 +121,8 @@ def prepare_varlen(
         0,  # diagonal: lower-right, sequence by sequence
         _State.backend,
     )
+
+
+@torch.library.register_fake("flashbpt::check_cu_seqlens")
+def _check_cu_seqlens_fake(cu_seqlens, tokens, name):
+    """Fake offsets have no contents to check."""

@@ -36,10 +36,9 @@ FLASHBPT_HOST_DEVICE inline PhiloxWords philox4x32_7(uint32_t key0, uint32_t key
 
 // The four words that hold (q, k); only q / 16, q % 8, k / 16 and k % 8 matter.
 FLASHBPT_HOST_DEVICE inline PhiloxWords dropout_words(uint64_t seed, uint64_t offset,
-                                                      uint32_t batch_head, uint32_t q,
-                                                      uint32_t k) {
-  const PhiloxWords counter = {{static_cast<uint32_t>(offset), batch_head,
-                                (q / 16) * 8 + q % 8, (k / 16) * 8 + k % 8}};
+                                                      uint32_t batch_head, uint32_t q, uint32_t k) {
+  const PhiloxWords counter = {
+      {static_cast<uint32_t>(offset), batch_head, (q / 16) * 8 + q % 8, (k / 16) * 8 + k % 8}};
   return philox4x32_7(static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32), counter);
 }
 

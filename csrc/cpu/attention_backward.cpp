@@ -33,8 +33,15 @@ struct QueryInputs {
 };
 
 template <typename T>
-T lse_lo_value(const AttentionParams& p, const QueryTile& q, int64_t i) {
-  return p.lse_lo ? row_value<T>(p.lse_lo, q, i) : T(0);
+T lse_lo_value(const AttentionParams& p, const Sequence& seq, int64_t head, int64_t row) {
+  return p.lse_lo ? value_at<T>(p.lse_lo, seq.batch, head, seq.q_begin + row) : T(0);
+}
+
+// Flat row i of [kv_heads, group_rows, dim] with unit stride in the last dimension.
+template <typename T>
+const T* row_of(const at::Tensor& t, int64_t i) {
+  const int64_t rows = t.size(1);
+  return static_cast<const T*>(t.data_ptr()) + i / rows * t.stride(0) + i % rows * t.stride(1);
 }
 
 template <typename T>
@@ -44,12 +51,12 @@ QueryInputs<T> load_query_inputs(const AttentionBackwardParams& p, const QueryTi
   const at::Tensor out = load_queries(p.out, q, p.dim_v, w.out);
   QueryInputs<T> in{load_queries(p.q, q, p.dim, w.q),
                     load_queries(p.grad_out, q, p.dim_v, w.grad_out), delta};
-  const T* o = static_cast<const T*>(out.data_ptr());
-  const T* grad = static_cast<const T*>(in.grad_out.data_ptr());
-  for (int64_t i = 0; i < q.flat_rows(); ++i) {
-    delta[i] = dot_row(o + i * p.dim_v, grad + i * p.dim_v, p.dim_v);
-    if (p.grad_lse) delta[i] -= row_value<T>(p.grad_lse, q, i);
-  }
+  for_each_row(q, [&](int64_t i, int64_t head, int64_t row) {
+    delta[i] = dot_row(row_of<T>(out, i), row_of<T>(in.grad_out, i), p.dim_v);
+    if (p.grad_lse) {
+      delta[i] -= value_at<T>(p.grad_lse, q.seq->batch, head, q.seq->q_begin + row);
+    }
+  });
   return in;
 }
 
@@ -58,18 +65,17 @@ template <typename T>
 void probability_tile(const AttentionBackwardParams& p, const QueryTile& q, KeyTile k,
                       const QueryInputs<T>& in, const at::Tensor& key, T* s, T* tanh) {
   score_tile(p, q, k, in.q, key, s, tanh);
-  for (int64_t i = 0; i < q.flat_rows(); ++i) {
-    const Columns c = visible_columns(p, q, k, i);
-    T* row = s + i * k.cols;
-    std::fill(row, row + c.begin, T(0));
-    std::fill(row + c.end, row + k.cols, T(0));
-    const T lse = row_value<T>(p.lse, q, i);
+  for_each_row(q, [&](int64_t i, int64_t head, int64_t row) {
+    const Columns c = visible_columns(p, *q.seq, k, row);
+    T* x = s + i * k.cols;
+    clear_hidden(x, c, k.cols);
+    const T lse = value_at<T>(p.lse, q.seq->batch, head, q.seq->q_begin + row);
     if (lse == -std::numeric_limits<T>::infinity()) {
-      std::fill(row + c.begin, row + c.end, T(0));  // a row without keys
+      std::fill(x + c.begin, x + c.end, T(0));  // a row without keys
     } else {
-      exp_row(row + c.begin, c.size(), lse, lse_lo_value<T>(p, q, i));
+      exp_row(x + c.begin, c.size(), lse, lse_lo_value<T>(p, *q.seq, head, row));
     }
-  }
+  });
 }
 
 // dp [flat_rows, cols] = dS = P * (dP - delta), before the derivative of the softcap.
@@ -79,15 +85,14 @@ void score_grad_tile(const AttentionBackwardParams& p, const QueryTile& q, KeyTi
                      const uint8_t* keep, T* dp) {
   at::Tensor grad = wrap_contiguous(dp, q.kv_heads, q.group_rows(), k.cols);
   // dP = dO V^T
-  gemm(grad, in.grad_out, value.transpose(1, 2), 0.0, 1.0);
+  gemm(grad, in.grad_out, transposed(value), 0.0, 1.0);
   if (keep) drop_row(dp, keep, q.flat_rows() * k.cols, static_cast<T>(p.dropout_scale));
-  for (int64_t i = 0; i < q.flat_rows(); ++i) {
-    const Columns c = visible_columns(p, q, k, i);
-    T* row = dp + i * k.cols;
-    std::fill(row, row + c.begin, T(0));
-    std::fill(row + c.end, row + k.cols, T(0));
-    softmax_grad_row(row + c.begin, s + i * k.cols + c.begin, c.size(), in.delta[i]);
-  }
+  for_each_row(q, [&](int64_t i, int64_t, int64_t row) {
+    const Columns c = visible_columns(p, *q.seq, k, row);
+    T* x = dp + i * k.cols;
+    clear_hidden(x, c, k.cols);
+    softmax_grad_row(x + c.begin, s + i * k.cols + c.begin, c.size(), in.delta[i]);
+  });
 }
 
 template <typename T>
@@ -131,22 +136,22 @@ void backward_key_tile(const AttentionBackwardParams& p, const QueryTile& q, Key
     }
     // dV += P^T dO
     at::Tensor dv = accumulator(p.dv, partial * p.dv_partial_stride, q, k, p.dim_v);
-    gemm(dv, tile(dropped).transpose(1, 2), in.grad_out, 1.0, 1.0);
+    gemm(dv, transposed(tile(dropped)), in.grad_out, 1.0, 1.0);
   }
   if (!p.dq && !p.dk && !p.dalibi) return;
   score_grad_tile(p, q, k, in, load_keys(p.v, q, k, p.dim_v, w.v), s, keep, dp);
   if (p.dalibi) {
-    for (int64_t i = 0; i < q.flat_rows(); ++i) {
-      const int64_t distance = q.row_of(i) + q.seq->shift - k.begin;
-      *reinterpret_cast<T*>(element(p.dalibi, q.seq->batch, q.head_of(i), partial)) -=
+    for_each_row(q, [&](int64_t i, int64_t head, int64_t row) {
+      const int64_t distance = row + q.seq->shift - k.begin;
+      value_at<T>(p.dalibi, q.seq->batch, head, partial) -=
           dot_alibi_row(dp + i * k.cols, k.cols, distance);
-    }
+    });
   }
   if (tanh) tanh_grad_row(dp, tanh, scores);
   if (p.dk) {
     // dK += scale * dS^T Q
     at::Tensor dk = accumulator(p.dk, partial * p.dk_partial_stride, q, k, p.dim);
-    gemm(dk, tile(dp).transpose(1, 2), in.q, 1.0, p.scale);
+    gemm(dk, transposed(tile(dp)), in.q, 1.0, p.scale);
   }
   if (p.dq) {
     // dQ += scale * dS K
@@ -158,14 +163,13 @@ void backward_key_tile(const AttentionBackwardParams& p, const QueryTile& q, Key
 template <typename T>
 void add_sink_grads(const AttentionBackwardParams& p, const QueryTile& q, int64_t partial,
                     const T* delta) {
-  for (int64_t i = 0; i < q.flat_rows(); ++i) {
-    const T sink = *reinterpret_cast<T*>(element(p.sinks, 0, q.head_of(i), 0));
-    const T lse = row_value<T>(p.lse, q, i);
-    if (lse == -std::numeric_limits<T>::infinity()) continue;
-    const T weight = std::exp((sink - lse) - lse_lo_value<T>(p, q, i));
-    *reinterpret_cast<T*>(element(p.dsinks, q.seq->batch, q.head_of(i), partial)) -=
-        weight * delta[i];
-  }
+  for_each_row(q, [&](int64_t i, int64_t head, int64_t row) {
+    const T sink = value_at<T>(p.sinks, 0, head, 0);
+    const T lse = value_at<T>(p.lse, q.seq->batch, head, q.seq->q_begin + row);
+    if (lse == -std::numeric_limits<T>::infinity()) return;
+    const T weight = std::exp((sink - lse) - lse_lo_value<T>(p, *q.seq, head, row));
+    value_at<T>(p.dsinks, q.seq->batch, head, partial) -= weight * delta[i];
+  });
 }
 
 template <typename T>
@@ -211,8 +215,7 @@ struct BackwardTask {
 };
 
 template <typename T>
-void backward_task(const AttentionBackwardParams& p, const BackwardTask& t,
-                   BackwardScratch<T>& w) {
+void backward_task(const AttentionBackwardParams& p, const BackwardTask& t, BackwardScratch<T>& w) {
   const int64_t group = p.group(), rows = t.tiling.rows;
   const int64_t step = t.kv_heads > 1 ? group : t.tiling.heads;
   // Causal sequences end with their heaviest tiles, so the copies take turns.
@@ -220,7 +223,12 @@ void backward_task(const AttentionBackwardParams& p, const BackwardTask& t,
     const int64_t row = n * rows;
     for (int64_t g = 0; g < group; g += step) {
       const int64_t heads = t.kv_heads > 1 ? t.kv_heads * group : std::min(step, group - g);
-      const QueryTile q{t.seq,           t.kv_head, t.kv_heads, t.kv_head * group + g, heads, row,
+      const QueryTile q{t.seq,
+                        t.kv_head,
+                        t.kv_heads,
+                        t.kv_head * group + g,
+                        heads,
+                        row,
                         std::min(rows, t.seq->len_q - row)};
       backward_query_tile(p, q, t.partial, w);
     }
@@ -243,17 +251,17 @@ void mask_task(const AttentionBackwardParams& p, const Sequence& seq, int64_t ma
       T* s = w.s.get(q.flat_rows() * k.cols);
       T* ds = w.dp.get(q.flat_rows() * k.cols);
       probability_tile<T>(p, q, k, in, load_keys(p.k, q, k, p.dim, w.k), s, nullptr);
-      score_grad_tile(p, q, k, in, load_keys(p.v, q, k, p.dim_v, w.v), s,
-                      keep_or_null(p, q, k, w), ds);
-      for (int64_t i = 0; i < q.flat_rows(); ++i) {
-        T* out = reinterpret_cast<T*>(element(p.dmask, seq.batch, head, q.row_of(i)));
+      score_grad_tile(p, q, k, in, load_keys(p.v, q, k, p.dim_v, w.v), s, keep_or_null(p, q, k, w),
+                      ds);
+      for_each_row(q, [&](int64_t i, int64_t, int64_t row) {
+        T* out = &value_at<T>(p.dmask, seq.batch, head, row);
         const T* from = ds + i * k.cols;
         if (p.dmask.col) {
           add_row(out + k.begin, from, k.cols);
         } else {
           for (int64_t j = 0; j < k.cols; ++j) *out += from[j];
         }
-      }
+      });
     }
   }
 }
@@ -280,6 +288,7 @@ void mask_backward(const AttentionBackwardParams& p, const std::vector<Sequence>
 
 template <typename T>
 void backward(const AttentionBackwardParams& p) {
+  if (p.heads_q == 0) return;
   const int64_t threads = threads_for(p);
   const std::vector<Sequence> seqs = sequences_of(p);
   std::vector<BackwardScratch<T>> scratch(std::max<int64_t>(threads, 1));

@@ -54,6 +54,7 @@ Tiling choose_tiling(const AttentionParams& p, int64_t len_q, int64_t len_k, int
 std::vector<QueryTile> query_tiles(const AttentionParams& p, const std::vector<Sequence>& seqs,
                                    int64_t threads) {
   std::vector<QueryTile> tiles;
+  if (p.heads_q == 0) return tiles;
   const int64_t group = p.group();
   for (const Sequence& seq : seqs) {
     if (seq.len_q == 0) continue;
@@ -82,20 +83,19 @@ void softmax_tile(const AttentionParams& p, const QueryTile& q, KeyTile k, bool 
   T* m = w.m.get(q.flat_rows());
   T* l = w.l.get(q.flat_rows());
   T* s = w.s.get(q.flat_rows() * k.cols);
-  for (int64_t i = 0; i < q.flat_rows(); ++i) {
-    const Columns c = visible_columns(p, q, k, i);
-    T* row = s + i * k.cols;
-    std::fill(row, row + c.begin, T(0));
-    std::fill(row + c.end, row + k.cols, T(0));
-    const T top = std::max(m[i], row_max(row + c.begin, c.size()));
+  for_each_row(q, [&](int64_t i, int64_t, int64_t row) {
+    const Columns c = visible_columns(p, *q.seq, k, row);
+    T* x = s + i * k.cols;
+    clear_hidden(x, c, k.cols);
+    const T top = std::max(m[i], row_max(x + c.begin, c.size()));
     // A row without keys so far keeps -inf; then exp(-inf - 0) = 0 is what its keys weigh.
     const T reference = top == kMinusInfinity<T> ? T(0) : top;
-    const T sum = exp_row(row + c.begin, c.size(), reference, T(0));
+    const T sum = exp_row(x + c.begin, c.size(), reference, T(0));
     const T fade = std::exp(m[i] - reference);
     if (!first && fade != T(1)) scale_row(o + i * p.dim_v, p.dim_v, fade);
     l[i] = l[i] * fade + sum;
     m[i] = top;
-  }
+  });
   if (p.dropout_threshold == 0) return;
   uint8_t* keep = w.keep.get(q.flat_rows() * k.cols);
   keep_tile(p, q, k, keep);
@@ -108,33 +108,34 @@ void finish_tile(const AttentionParams& p, const QueryTile& q, bool empty, Forwa
   T* o = w.o.get(q.flat_rows() * p.dim_v);
   const T* m = w.m.get(q.flat_rows());
   const T* l = w.l.get(q.flat_rows());
-  for (int64_t i = 0; i < q.flat_rows(); ++i) {
+  for_each_row(q, [&](int64_t i, int64_t head, int64_t row) {
     T top = m[i], sum = l[i], factor = T(1);
     if (p.sinks) {
-      const T sink = *reinterpret_cast<T*>(element(p.sinks, 0, q.head_of(i), 0));
+      const T sink = value_at<T>(p.sinks, 0, head, 0);
       top = std::max(m[i], sink);
       if (top != kMinusInfinity<T>) {
         factor = std::exp(m[i] - top);
         sum = l[i] * factor + std::exp(sink - top);
       }
     }
-    T* row = o + i * p.dim_v;
+    T* x = o + i * p.dim_v;
     if (p.drops_all()) {
-      std::fill(row, row + p.dim_v, T(0));
+      std::fill(x, x + p.dim_v, T(0));
     } else if (empty || m[i] == kMinusInfinity<T>) {
       // NaN scores leave m at -inf, but l shows them.
-      std::fill(row, row + p.dim_v, std::isnan(sum) ? sum : T(0));
+      std::fill(x, x + p.dim_v, std::isnan(sum) ? sum : T(0));
     } else {
-      scale_row(row, p.dim_v, factor / sum);
+      scale_row(x, p.dim_v, factor / sum);
     }
-    const double exact = static_cast<double>(top) + std::log(static_cast<double>(sum));
-    const T lse = sum == T(0) ? kMinusInfinity<T> : static_cast<T>(exact);
-    row_value<T>(p.lse, q, i) = lse;
+    const double log_sum = std::log(static_cast<double>(sum));
+    const T lse = static_cast<T>(top + log_sum);  // -inf + -inf for a row without keys
+    const int64_t token = q.seq->q_begin + row;
+    value_at<T>(p.lse, q.seq->batch, head, token) = lse;
     if (p.lse_lo) {
-      const double lost = (static_cast<double>(top) - lse) + std::log(static_cast<double>(sum));
-      row_value<T>(p.lse_lo, q, i) = std::isfinite(lse) ? static_cast<T>(lost) : T(0);
+      const double lost = (static_cast<double>(top) - lse) + log_sum;
+      value_at<T>(p.lse_lo, q.seq->batch, head, token) = std::isfinite(lse) ? lost : T(0);
     }
-  }
+  });
   view_tile(p.out, q.seq->batch, q.head, q.heads, q.seq->q_begin + q.row, q.rows, p.dim_v)
       .copy_(wrap_contiguous(o, q.heads, q.rows, p.dim_v));
 }

@@ -18,15 +18,12 @@
 namespace flashbpt::cpu {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-// exp to about one unit in the last place, without a branch: 2^n * e^r with n = round(x / ln 2).
+// exp for x <= 88, to about one unit in the last place and without a branch:
+// 2^n * e^r with n = round(x / ln 2); 0 below the smallest normal number.
 FLASHBPT_INLINE float exp_value(float x) {
-  constexpr float kLowest = -87.33654f;  // below: less than the smallest normal number, so 0
-  constexpr float kHighest = 88.72283f;
+  constexpr float kLowest = -87.33654f;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  float c = x < kLowest ? kLowest : x;
-  c = c > kHighest ? kHighest : c;
+  const float c = x < kLowest ? kLowest : x;
   const float shifted = c * 1.44269504088896341f + kRound;
   const float n = shifted - kRound;
   const float r = (c - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -37,21 +34,17 @@ FLASHBPT_INLINE float exp_value(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  // 2^n in two factors, since n may be 128.
-  int32_t bits;
+  int32_t bits;  // n stands in the low bits of `shifted`
   std::memcpy(&bits, &shifted, sizeof bits);
-  const int32_t exponent = bits - 0x4B400000;
-  const int32_t half = exponent >> 1;
-  const int32_t bits0 = (half + 127) << 23, bits1 = (exponent - half + 127) << 23;
-  float scale0, scale1;
-  std::memcpy(&scale0, &bits0, sizeof scale0);
-  std::memcpy(&scale1, &bits1, sizeof scale1);
-  float y = p * scale0 * scale1;
-  y = x < kLowest ? 0.0f : y;
-  return x > kHighest ? kInfinity : y;
+  bits = (bits - 0x4B400000 + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return x < kLowest ? 0.0f : p * scale;
 }
 
-FLASHBPT_INLINE double exp_value(double x) { return std::exp(x); }
+FLASHBPT_INLINE double exp_value(double x) {
+  return std::exp(x);
+}
 
 template <typename T>
 FLASHBPT_INLINE T max_of(const T* x, int64_t n) {
@@ -133,8 +126,12 @@ FLASHBPT_INLINE void add_to(T* x, const T* y, int64_t n) {
 
 #define FLASHBPT_ROW FLASHBPT_PER_INSTRUCTION_SET
 
-FLASHBPT_ROW float row_max(const float* x, int64_t n) { return max_of(x, n); }
-FLASHBPT_ROW double row_max(const double* x, int64_t n) { return max_of(x, n); }
+FLASHBPT_ROW float row_max(const float* x, int64_t n) {
+  return max_of(x, n);
+}
+FLASHBPT_ROW double row_max(const double* x, int64_t n) {
+  return max_of(x, n);
+}
 
 FLASHBPT_ROW float exp_row(float* x, int64_t n, float hi, float lo) {
   return exp_of(x, n, hi, lo);
@@ -143,13 +140,23 @@ FLASHBPT_ROW double exp_row(double* x, int64_t n, double hi, double lo) {
   return exp_of(x, n, hi, lo);
 }
 
-FLASHBPT_ROW void scale_row(float* x, int64_t n, float a) { scale_in(x, n, a); }
-FLASHBPT_ROW void scale_row(double* x, int64_t n, double a) { scale_in(x, n, a); }
+FLASHBPT_ROW void scale_row(float* x, int64_t n, float a) {
+  scale_in(x, n, a);
+}
+FLASHBPT_ROW void scale_row(double* x, int64_t n, double a) {
+  scale_in(x, n, a);
+}
 
-FLASHBPT_ROW void add_row(float* x, const float* y, int64_t n) { add_to(x, y, n); }
-FLASHBPT_ROW void add_row(double* x, const double* y, int64_t n) { add_to(x, y, n); }
+FLASHBPT_ROW void add_row(float* x, const float* y, int64_t n) {
+  add_to(x, y, n);
+}
+FLASHBPT_ROW void add_row(double* x, const double* y, int64_t n) {
+  add_to(x, y, n);
+}
 
-FLASHBPT_ROW float dot_row(const float* x, const float* y, int64_t n) { return dot_of(x, y, n); }
+FLASHBPT_ROW float dot_row(const float* x, const float* y, int64_t n) {
+  return dot_of(x, y, n);
+}
 FLASHBPT_ROW double dot_row(const double* x, const double* y, int64_t n) {
   return dot_of(x, y, n);
 }
@@ -182,7 +189,9 @@ FLASHBPT_ROW void softmax_grad_row(double* dp, const double* p, int64_t n, doubl
   softmax_grad_in(dp, p, n, delta);
 }
 
-FLASHBPT_ROW void tanh_grad_row(float* ds, const float* t, int64_t n) { tanh_grad_in(ds, t, n); }
+FLASHBPT_ROW void tanh_grad_row(float* ds, const float* t, int64_t n) {
+  tanh_grad_in(ds, t, n);
+}
 FLASHBPT_ROW void tanh_grad_row(double* ds, const double* t, int64_t n) {
   tanh_grad_in(ds, t, n);
 }

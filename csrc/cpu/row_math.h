@@ -11,7 +11,7 @@ namespace flashbpt::cpu {
 float row_max(const float* x, int64_t n);
 double row_max(const double* x, int64_t n);
 
-// x = exp((x - hi) - lo); returns the sum. hi must not be -inf.
+// x = exp((x - hi) - lo); returns the sum. hi must not be -inf, and (x - hi) - lo at most 88.
 float exp_row(float* x, int64_t n, float hi, float lo);
 double exp_row(double* x, int64_t n, double hi, double lo);
 

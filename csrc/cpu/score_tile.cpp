@@ -12,10 +12,11 @@
 namespace flashbpt::cpu {
 namespace {
 
-// Element (row i, first column of the tile) of the mask.
-const char* mask_row(const AttentionParams& p, const QueryTile& q, KeyTile k, int64_t i) {
+// Element (row, first column of the tile) of the mask.
+const char* mask_row(const AttentionParams& p, const QueryTile& q, KeyTile k, int64_t head,
+                     int64_t row) {
   const TensorView& m = p.mask;
-  return element(m, q.seq->batch, q.head_of(i), q.row_of(i)) +
+  return element(m, q.seq->batch, head, row) +
          k.begin * m.col * static_cast<int64_t>(c10::elementSize(scalar_type(m.dtype)));
 }
 
@@ -52,12 +53,6 @@ void mask_scores(const AttentionParams& p, const char* mask, Columns c, T* s) {
 
 }  // namespace
 
-Columns visible_columns(const AttentionParams& p, const QueryTile& q, KeyTile k, int64_t i) {
-  const KeyRange r = p.band.of_row(q.row_of(i), q.seq->shift, q.seq->len_k);
-  const int64_t begin = std::clamp<int64_t>(r.begin - k.begin, 0, k.cols);
-  return {begin, std::clamp<int64_t>(r.end - k.begin, begin, k.cols)};
-}
-
 KeyRange visible_keys(const AttentionParams& p, const QueryTile& q) {
   return p.band.of_rows(q.row, q.row + q.rows, q.seq->shift, q.seq->len_k);
 }
@@ -69,7 +64,7 @@ bool mask_allows_any(const AttentionParams& p, const QueryTile& q, KeyTile k) {
   const int64_t cols = p.mask.col ? k.cols : 1;
   for (int64_t h = 0; h < heads; ++h) {
     for (int64_t r = 0; r < rows; ++r) {
-      const bool* m = reinterpret_cast<const bool*>(mask_row(p, q, k, h * q.rows + r));
+      const bool* m = reinterpret_cast<const bool*>(mask_row(p, q, k, q.head + h, q.row + r));
       if (p.mask.col == 1) {
         if (std::memchr(m, 1, cols)) return true;
       } else {
@@ -87,23 +82,23 @@ void score_tile(const AttentionParams& p, const QueryTile& q, KeyTile k, const a
                 const at::Tensor& key, T* s, T* tanh) {
   at::Tensor scores = wrap_contiguous(s, q.kv_heads, q.group_rows(), k.cols);
   // S = scale * Q K^T
-  gemm(scores, query, key.transpose(1, 2), 0.0, p.scale);
+  gemm(scores, query, transposed(key), 0.0, p.scale);
   if (p.softcap > 0) {
     scores.mul_(1.0 / p.softcap).tanh_();
     if (tanh) wrap_contiguous(tanh, q.kv_heads, q.group_rows(), k.cols).copy_(scores);
     scores.mul_(p.softcap);
   }
   if (!p.alibi && !p.mask) return;
-  for (int64_t i = 0; i < q.flat_rows(); ++i) {
-    const Columns c = visible_columns(p, q, k, i);
-    T* row = s + i * k.cols;
+  for_each_row(q, [&](int64_t i, int64_t head, int64_t row) {
+    const Columns c = visible_columns(p, *q.seq, k, row);
+    T* out = s + i * k.cols;
     if (p.alibi) {
-      const T slope = *reinterpret_cast<T*>(element(p.alibi, q.seq->batch, q.head_of(i), 0));
-      const int64_t distance = q.row_of(i) + q.seq->shift - k.begin - c.begin;
-      add_alibi_row(row + c.begin, c.size(), slope, distance);
+      const T slope = value_at<T>(p.alibi, q.seq->batch, head, 0);
+      const int64_t distance = row + q.seq->shift - k.begin - c.begin;
+      add_alibi_row(out + c.begin, c.size(), slope, distance);
     }
-    if (p.mask) mask_scores(p, mask_row(p, q, k, i), c, row);
-  }
+    if (p.mask) mask_scores(p, mask_row(p, q, k, head, row), c, out);
+  });
 }
 
 void keep_tile(const AttentionParams& p, const QueryTile& q, KeyTile k, uint8_t* keep) {
@@ -112,9 +107,8 @@ void keep_tile(const AttentionParams& p, const QueryTile& q, KeyTile k, uint8_t*
   const int64_t q0 = q.seq->q_origin + q.row, q1 = q0 + q.rows;
   const int64_t k0 = q.seq->k_origin + k.begin, k1 = k0 + k.cols;
   for (int64_t h = 0; h < q.heads; ++h) {
-    const uint32_t batch_head =
-        static_cast<uint32_t>((q.seq->batch + p.batch_offset) * p.total_heads + q.head + h +
-                              p.head_offset);
+    const uint32_t batch_head = static_cast<uint32_t>(
+        (q.seq->batch + p.batch_offset) * p.total_heads + q.head + h + p.head_offset);
     uint8_t* out = keep + h * q.rows * k.cols;
     for (int64_t qb = q0 / 16 * 16; qb < q1; qb += 16) {
       for (int64_t kb = k0 / 16 * 16; kb < k1; kb += 16) {

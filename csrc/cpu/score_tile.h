@@ -6,13 +6,25 @@
 
 namespace flashbpt::cpu {
 
-// Visible columns of one flat row within a key tile; nothing outside is ever looked at.
+// Visible columns of one row within a key tile; nothing outside is ever looked at.
 struct Columns {
   int64_t begin, end;
   int64_t size() const { return end - begin; }
 };
 
-Columns visible_columns(const AttentionParams& p, const QueryTile& q, KeyTile k, int64_t i);
+inline Columns visible_columns(const AttentionParams& p, const Sequence& seq, KeyTile k,
+                               int64_t row) {
+  const KeyRange r = p.band.of_row(row, seq.shift, seq.len_k);
+  const int64_t begin = std::clamp<int64_t>(r.begin - k.begin, 0, k.cols);
+  return {begin, std::clamp<int64_t>(r.end - k.begin, begin, k.cols)};
+}
+
+// Zero outside the visible columns: what P and dS hold there.
+template <typename T>
+void clear_hidden(T* row, Columns c, int64_t cols) {
+  std::fill(row, row + c.begin, T(0));
+  std::fill(row + c.end, row + cols, T(0));
+}
 
 // Keys that at least one row of the tile sees by causal and window.
 KeyRange visible_keys(const AttentionParams& p, const QueryTile& q);

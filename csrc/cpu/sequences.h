@@ -14,9 +14,9 @@ struct Sequence {
   int64_t len_q;
   int64_t k_begin;  // first row in k and v
   int64_t len_k;
-  int64_t shift;      // diagonal: local row q and local key k meet at k = q + shift
-  int64_t q_origin;   // dropout counts rows from here
-  int64_t k_origin;   // and keys from here
+  int64_t shift;     // diagonal: local row q and local key k meet at k = q + shift
+  int64_t q_origin;  // dropout counts rows from here
+  int64_t k_origin;  // and keys from here
 };
 
 inline int64_t cu_seqlen(const void* cu_seqlens, bool int64, int64_t i) {

@@ -2,12 +2,12 @@
 //
 // A query tile is a run of `heads` consecutive query heads times `rows` query rows of one sequence,
 // seen as [kv_heads, heads / kv_heads * rows, dim], so that the heads of a group meet their keys in
-// one matrix product. Its flat row i is head i / rows, row i % rows.
+// one matrix product. Its flat rows run over the rows of one head after the other.
 #pragma once
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/baddbmm.h>
+#include <ATen/ops/baddbmm_cpu_dispatch.h>
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
@@ -33,9 +33,16 @@ struct QueryTile {
 
   int64_t flat_rows() const { return heads * rows; }
   int64_t group_rows() const { return heads / kv_heads * rows; }  // rows that share a kv head
-  int64_t head_of(int64_t i) const { return head + i / rows; }
-  int64_t row_of(int64_t i) const { return row + i % rows; }
 };
+
+// f(flat row, head, row) for every row of a tile.
+template <typename F>
+void for_each_row(const QueryTile& q, const F& f) {
+  int64_t i = 0;
+  for (int64_t head = q.head; head < q.head + q.heads; ++head) {
+    for (int64_t row = q.row; row < q.row + q.rows; ++row) f(i++, head, row);
+  }
+}
 
 struct KeyTile {
   int64_t begin, cols;
@@ -121,21 +128,34 @@ inline at::Tensor view_tile(const TensorView& v, int64_t batch, int64_t head, in
               scalar_type(v.dtype));
 }
 
+// The last two dimensions swapped. (Tensor::transpose goes through the dispatcher.)
+inline at::Tensor transposed(const at::Tensor& t) {
+  return wrap(t.data_ptr(), {t.size(0), t.size(2), t.size(1)},
+              {t.stride(0), t.stride(2), t.stride(1)}, t.scalar_type());
+}
+
 // K or V of a tile [kv_heads, cols, dim] in the accumulation type; in place where it has that type.
 template <typename T>
 at::Tensor load_keys(const TensorView& v, const QueryTile& q, KeyTile k, int64_t dim,
                      Scratch<T>& scratch) {
-  at::Tensor tile = view_tile(v, q.seq->batch, q.kv_head, q.kv_heads, q.seq->k_begin + k.begin,
-                              k.cols, dim);
+  at::Tensor tile =
+      view_tile(v, q.seq->batch, q.kv_head, q.kv_heads, q.seq->k_begin + k.begin, k.cols, dim);
   if (scalar_type(v.dtype) == c10::CppTypeToScalarType<T>::value) return tile;
-  at::Tensor copy = wrap_contiguous(scratch.get(q.kv_heads * k.cols * dim), q.kv_heads, k.cols, dim);
+  at::Tensor copy =
+      wrap_contiguous(scratch.get(q.kv_heads * k.cols * dim), q.kv_heads, k.cols, dim);
   return copy.copy_(tile);
 }
 
-// q, out or grad_out of a tile as [kv_heads, group_rows, dim], contiguous, in the accumulation type.
+// q, out or grad_out of a tile as [kv_heads, group_rows, dim] in the accumulation type; in place
+// where it has that type, a head is alone in its group and rows have unit stride.
 template <typename T>
 at::Tensor load_queries(const TensorView& v, const QueryTile& q, int64_t dim, Scratch<T>& scratch) {
-  at::Tensor tile = view_tile(v, q.seq->batch, q.head, q.heads, q.seq->q_begin + q.row, q.rows, dim);
+  at::Tensor tile =
+      view_tile(v, q.seq->batch, q.head, q.heads, q.seq->q_begin + q.row, q.rows, dim);
+  if (scalar_type(v.dtype) == c10::CppTypeToScalarType<T>::value && q.heads == q.kv_heads &&
+      v.col == 1) {
+    return tile;
+  }
   T* data = scratch.get(q.flat_rows() * dim);
   wrap_contiguous(data, q.heads, q.rows, dim).copy_(tile);
   return wrap_contiguous(data, q.kv_heads, q.group_rows(), dim);
@@ -144,14 +164,13 @@ at::Tensor load_queries(const TensorView& v, const QueryTile& q, int64_t dim, Sc
 // c = beta * c + alpha * a b, batched over the kv heads of a tile.
 inline void gemm(at::Tensor& c, const at::Tensor& a, const at::Tensor& b, double beta,
                  double alpha) {
-  at::baddbmm_out(c, c, a, b, beta, alpha);
+  at::cpu::baddbmm_out(c, c, a, b, beta, alpha);
 }
 
-// Per-row statistics lie as [batch, heads, rows] by strides in the accumulation type.
+// A value a row or a head, in the accumulation type: lse, sinks, slopes and their gradients.
 template <typename T>
-T& row_value(const TensorView& v, const QueryTile& q, int64_t i) {
-  return *reinterpret_cast<T*>(
-      element(v, q.seq->batch, q.head_of(i), q.seq->q_begin + q.row_of(i)));
+T& value_at(const TensorView& v, int64_t batch, int64_t head, int64_t row) {
+  return static_cast<T*>(v.data)[batch * v.batch + head * v.head + row * v.row];
 }
 
 }  // namespace flashbpt::cpu
