@@ -9,7 +9,6 @@ _loader.load()
 
 from flashbpt.attention import attention  # noqa: E402
 from flashbpt.backend import KernelChoice, set_debug_checks, use_backend, which_kernel  # noqa: E402
-from flashbpt.integrations.sdpa import patch_sdpa  # noqa: E402
 from flashbpt.merge import merge_attention_states  # noqa: E402
 from flashbpt.varlen import varlen_attention  # noqa: E402
 from flashbpt.version import __version__  # noqa: E402
@@ -25,3 +24,12 @@ __all__ = [
     "varlen_attention",
     "which_kernel",
 ]
+
+
+def __getattr__(name):
+    # Imported at first use: it loads torch.compile's machinery, which takes seconds.
+    if name == "patch_sdpa":
+        from flashbpt.integrations.sdpa import patch_sdpa
+
+        return patch_sdpa
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,8 +15,8 @@ class _State:
 class use_backend:
     """Serve every call of this process by one backend: "auto", "cpu", "sm80" or "sm90".
 
-    Takes effect at once; as a context manager it puts the former setting back at the end. A backward
-    follows the setting of its forward. A backend that cannot serve a call refuses it.
+    Takes effect at once; as a context manager it puts the former setting back at the end. A
+    backward follows the setting of its forward. A backend that cannot serve a call refuses it.
 
     Raises ValueError for any other name.
     """

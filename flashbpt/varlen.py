@@ -2,7 +2,8 @@
 
 import torch
 
-from flashbpt.attention import autocast, draw_dropout_state, run, window_limits
+from flashbpt.arguments import autocast, draw_dropout_state, window_limits
+from flashbpt.attention import run
 from flashbpt.backend import _State
 
 
@@ -39,9 +40,9 @@ def varlen_attention(
         Everything else as in `flashbpt.attention`.
 
     Returns:
-        (Tq, Hq, Dv) in query's dtype and stride order; with return_lse a pair with the LSE (Tq, Hq),
-        fp32 (fp64 for fp64). Rows past the last sequence are 0 with LSE -inf and gradients 0, and
-        what they hold is never read.
+        (Tq, Hq, Dv) in query's dtype and stride order; with return_lse a pair with the LSE
+        (Tq, Hq), fp32 (fp64 for fp64). Rows past the last sequence are 0 with LSE -inf and
+        gradients 0, and what they hold is never read.
 
     Raises RuntimeError for what is not allowed. On the CPU the contents of cu_seqlens are checked
     always, on the GPU after `flashbpt.set_debug_checks(True)`.

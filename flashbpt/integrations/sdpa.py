@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -165,9 +166,6 @@ def patch_sdpa() -> SdpaPatch:
 
 
 def _make_function(shim: _Shim) -> Callable[..., torch.Tensor]:
-    # Loads torch.compile's machinery and its ops: not before somebody patches.
-    from torch.nn.attention.bias import CausalBias, CausalVariant
-
     original = shim.original
 
     def scaled_dot_product_attention(
