@@ -96,7 +96,7 @@ RowGradients run_backward(AttentionCall& call, const at::Tensor& grad_out,
     if (call.packed()) g.dq.zero_();
     p.dq = call.view(g.dq);
   }
-  if (need[3] && p.additive_mask()) {
+  if (need[3] && call.has_additive_mask()) {
     g.dmask = at::zeros(call.options.mask->sizes(), options);
     p.dmask = broadcast_view(g.dmask);
   }
@@ -104,8 +104,8 @@ RowGradients run_backward(AttentionCall& call, const at::Tensor& grad_out,
     t = at::zeros({partials, p.batch, p.heads_q}, options);
     view = {t.data_ptr(), data_type(acc), t.stride(1), t.stride(2), t.stride(0), 0};
   };
-  if (need[4] && p.sinks) per_head(g.dsinks, p.dsinks);
-  if (need[5] && p.alibi) per_head(g.dalibi, p.dalibi);
+  if (need[4] && call.has_sinks()) per_head(g.dsinks, p.dsinks);
+  if (need[5] && call.has_alibi()) per_head(g.dalibi, p.dalibi);
   cpu::attention_backward(p);
   if (g.dmask.defined()) g.dmask = g.dmask.to(call.options.mask->scalar_type());
   if (g.dsinks.defined()) {
@@ -132,7 +132,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_forward(
   at::Tensor out = empty_in_stride_order(q, sizes, q.scalar_type());
   if (call.packed()) out.zero_();
   at::Tensor lse = empty_lse(call, q);
-  const bool additive = call.params.additive_mask();
+  const bool additive = call.has_additive_mask();
   at::Tensor lse_lo = additive ? at::zeros_like(lse) : at::empty({0}, lse.options());
   at::Tensor mask_tiles = at::empty({0}, q.options().dtype(at::kByte));
   call.params.out = call.view(out);

@@ -240,6 +240,14 @@ void AttentionCall::set_sinks_and_slopes() {
   }
 }
 
+bool AttentionCall::has_additive_mask() const {
+  return given(options.mask) && options.mask->scalar_type() != at::kBool;
+}
+
+bool AttentionCall::has_sinks() const { return given(options.sinks); }
+
+bool AttentionCall::has_alibi() const { return given(options.alibi_slopes); }
+
 TensorView AttentionCall::view(const at::Tensor& t) const {
   const DataType dtype = data_type(t.scalar_type());
   if (packed()) return {t.data_ptr(), dtype, 0, t.stride(1), t.stride(0), t.stride(2)};

@@ -38,6 +38,10 @@ class AttentionCall {
   // The first backend that serves the call; throws with the reasons where there is none.
   Backend choose() const;
   bool packed() const { return params.packed(); }
+  // Also where the tensor has no elements, and so no data that params could show.
+  bool has_additive_mask() const;
+  bool has_sinks() const;
+  bool has_alibi() const;
 
   // q, k, v, out and their gradients: [B, H, L, D] or packed [T, H, D].
   TensorView view(const at::Tensor& t) const;

@@ -63,7 +63,6 @@ struct AttentionParams {
 
   int64_t group() const { return heads_kv > 0 ? heads_q / heads_kv : 1; }
   bool packed() const { return cu_seqlens_q != nullptr; }
-  bool additive_mask() const { return mask && mask.dtype != DataType::kBool; }
   bool boolean_mask() const { return mask && mask.dtype == DataType::kBool; }
   // T >= 2^32 drops every key: outputs and gradients are zero, LSE as usual.
   bool drops_all() const { return dropout_threshold >= (uint64_t{1} << 32); }

@@ -91,7 +91,8 @@ def prepare_varlen(
         cu_seqlens_k = cu_seqlens_q
     if max_seqlen_k is None and cu_seqlens_k is cu_seqlens_q:
         max_seqlen_k = max_seqlen_q
-    if not torch.compiler.is_compiling() and (query.is_cpu or _State.debug_checks):
+    packed = query.dim() == key.dim() == 3  # or the op refuses the call
+    if packed and not torch.compiler.is_compiling() and (query.is_cpu or _State.debug_checks):
         torch.ops.flashbpt.check_cu_seqlens.default(cu_seqlens_q, query.shape[0], "cu_seqlens_q")
         torch.ops.flashbpt.check_cu_seqlens.default(cu_seqlens_k, key.shape[0], "cu_seqlens_k")
     query, key, value, _ = autocast(query, key, value)
