@@ -244,9 +244,13 @@ bool AttentionCall::has_additive_mask() const {
   return given(options.mask) && options.mask->scalar_type() != at::kBool;
 }
 
-bool AttentionCall::has_sinks() const { return given(options.sinks); }
+bool AttentionCall::has_sinks() const {
+  return given(options.sinks);
+}
 
-bool AttentionCall::has_alibi() const { return given(options.alibi_slopes); }
+bool AttentionCall::has_alibi() const {
+  return given(options.alibi_slopes);
+}
 
 TensorView AttentionCall::view(const at::Tensor& t) const {
   const DataType dtype = data_type(t.scalar_type());

@@ -342,8 +342,9 @@ def test_flop_counter_agrees_with_sdpa(device, shape, causal):
     q, k, v = (torch.randn(s, device=device, requires_grad=True) for s in shape)
     with FlopCounterMode(display=False) as counter:
         out = flashbpt.attention(q, k, v, is_causal=causal, enable_gqa=True)
-    right = sdpa_flop_count(*shape)
-    assert counter.get_total_flops() == right
+    # Older torch counts equal head counts alone; a shared head saves no product.
+    shape = [(*shape[0][:2], *s[2:]) for s in shape]
+    assert counter.get_total_flops() == sdpa_flop_count(*shape)
     with FlopCounterMode(display=False) as counter:
         out.sum().backward()
     assert counter.get_total_flops() == sdpa_backward_flop_count(out.shape, *shape)
