@@ -11,12 +11,10 @@ that everything runs and measures nothing worth keeping, so it writes only where
 import argparse
 import datetime
 import importlib.util
-import os
 import platform
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -28,6 +26,7 @@ if str(HERE) not in sys.path:
 if importlib.util.find_spec("flashbpt") is None:  # not installed: the package of this checkout
     sys.path.insert(0, str(ROOT))
 
+from git_tree import git_tree  # noqa: E402
 from report import best_peer, describe, geometric_mean, ratio, table, write  # noqa: E402
 from suites import SUITES  # noqa: E402
 
@@ -41,7 +40,7 @@ def header() -> dict:
         "gpu": gpu,
         "driver": driver,
         "torch": torch.__version__,
-        "csrc": csrc_tree(),
+        "csrc": git_tree(ROOT / "csrc"),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }
 
@@ -58,22 +57,9 @@ def device_name() -> str:
     return f"CPU {name.strip()}, {torch.get_num_threads()} threads"
 
 
-def csrc_tree() -> str | None:
-    """Git's tree hash of csrc as it lies there, committed or not; CSRC_TREE where that is set."""
-    if os.environ.get("CSRC_TREE"):
-        return os.environ["CSRC_TREE"]
-    with tempfile.TemporaryDirectory() as folder:
-        env = {**os.environ, "GIT_INDEX_FILE": str(Path(folder) / "index")}
-        if output(["git", "add", "csrc"], env) is None:
-            return None
-        return output(["git", "write-tree", "--prefix=csrc/"], env)
-
-
-def output(command: list[str], env: dict | None = None) -> str | None:
+def output(command: list[str]) -> str | None:
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=True, cwd=ROOT, env=env
-        )
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()

@@ -3,12 +3,15 @@
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from benchmarks.git_tree import git_tree
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -73,6 +76,7 @@ def test_results_have_the_documented_format(quick, bench, suite):
         assert row["direction"] in ("fwd", "bwd", "fwd+bwd")
         assert getattr(torch, row["dtype"]).is_floating_point
         assert row["flashbpt"] > 0
+        assert ("sm_mhz" in row) == (row["backend"] != "cpu")
         assert any(row.get(name, 0) > 0 for name in report.PEER_NAMES)
         assert row["ratio"] == pytest.approx(report.ratio(row))
 
@@ -261,24 +265,40 @@ def test_events_measure_the_gpu(bench):
 # ---- the header
 
 
-def git(*arguments):
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=ROOT)
+def git(*arguments, cwd=ROOT):
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=cwd)
+    except OSError:
+        return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def test_the_tree_hash_is_that_of_csrc(bench, monkeypatch):
-    run = bench("run")
-    monkeypatch.setenv("CSRC_TREE", "0123abc")
-    assert run.csrc_tree() == "0123abc"
-    monkeypatch.delenv("CSRC_TREE")
-    if git("rev-parse", "HEAD:csrc") is None:
-        pytest.skip("not a git checkout")
-    tree = run.csrc_tree()
-    assert git("cat-file", "-t", tree) == "tree"
-    listed = set(git("ls-tree", "-r", "--name-only", tree).splitlines())
-    assert "ops.cpp" in listed and not any(name.startswith("csrc/") for name in listed)
-    if not git("status", "--porcelain", "csrc"):
-        assert tree == git("rev-parse", "HEAD:csrc")
+def test_the_tree_hash_is_git_s(tmp_path):
+    """The hash of a folder with what git sorts and counts in its own way, and that of csrc."""
+    if git("--version") is None:
+        pytest.skip("no git")
+    folder = tmp_path / "sources"
+    for name in ("a.h", "a/b.cpp", "a/deep/c.cu", "a-b/d.h", "a0", "Z"):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"content of {name}\n")
+    (folder / "empty" / "too").mkdir(parents=True)
+    (folder / "Z").chmod(0o755)
+    git("init", "--quiet", cwd=folder)
+    git("-c", "core.autocrlf=false", "add", "--all", cwd=folder)
+    expected = git("write-tree", cwd=folder)
+    shutil.rmtree(folder / ".git")
+    assert git_tree(folder) == expected
+
+    committed = git("rev-parse", "HEAD:csrc")
+    if committed and git("status", "--porcelain", "--ignored", "csrc") == "":
+        assert git_tree(ROOT / "csrc") == committed
+
+
+def test_the_header_names_what_was_measured(bench):
+    header = bench("run").header()
+    assert set(header) == HEADER
+    assert header["csrc"] == git_tree(ROOT / "csrc")
 
 
 def test_names_of_results_are_plain(bench):

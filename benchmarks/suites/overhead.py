@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from peers import sdpa
 from report import Row, geometric_mean, ratio
-from timing import Budget, alternate
+from timing import Budget, alternate, sm_mhz
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashbpt
@@ -103,6 +103,7 @@ def _row(device, shape, mode, budget, packed) -> Row:
         "threads": 1,
         "mode": mode,
         "bar": None if packed else BARS[mode],
+        **({"sm_mhz": sm_mhz()} if device == "cuda" else {}),
     }
 
 
