@@ -15,8 +15,9 @@ class _State:
 class use_backend:
     """Serve every call of this process by one backend: "auto", "cpu", "sm80" or "sm90".
 
-    Takes effect at once; as a context manager it puts the former setting back at the end. A
-    backward follows the setting of its forward. A backend that cannot serve a call refuses it.
+    Takes effect at once; as a context manager, which may be entered again, it puts the former
+    setting back at the end. A backward follows the setting of its forward. A backend that cannot
+    serve a call refuses it.
 
     Raises ValueError for any other name.
     """
@@ -24,14 +25,23 @@ class use_backend:
     def __init__(self, name):
         if name not in BACKENDS:
             raise ValueError(f"unknown backend {name!r}; use one of {', '.join(BACKENDS)}")
-        self._former = _State.backend
-        _State.backend = BACKENDS[name]
+        self._backend = BACKENDS[name]
+        self._before_call = _State.backend
+        self._former = []  # what each open block puts back
+        _State.backend = self._backend
 
     def __enter__(self):
+        # `with use_backend(...)`: the call made the setting, and the block puts back what was there
+        # before the call. Any other block puts back what it found.
+        former, self._before_call = self._before_call, None
+        if former is None or _State.backend != self._backend:
+            former = _State.backend
+        self._former.append(former)
+        _State.backend = self._backend
         return self
 
     def __exit__(self, *exc):
-        _State.backend = self._former
+        _State.backend = self._former.pop()
 
 
 def set_debug_checks(on):

@@ -50,12 +50,23 @@ def merge_attention_states(outs, lses):
             f"{len(outs)} outs and {len(lses)} lses"
         )
     if torch.is_grad_enabled() and any(t.requires_grad for t in outs + lses):
-        return MergeAttentionStates.apply(*outs, *lses)
+        states = outs + lses
+        if torch.compiler.is_compiling():
+            states = _without_repeats(states)
+        return MergeAttentionStates.apply(*states)
     return _merge(outs, lses)
 
 
 def _merge(outs, lses):
     return torch.ops.flashbpt.merge_attention_states.default(outs, lses)
+
+
+def _without_repeats(tensors):
+    """Aliases for tensors that stand there twice, which a compiled Function refuses."""
+    seen = []
+    for t in tensors:
+        seen.append(t.view_as(t) if any(t is other for other in seen) else t)
+    return seen
 
 
 class MergeAttentionStates(torch.autograd.Function):

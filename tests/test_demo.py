@@ -158,6 +158,23 @@ def test_comparison_calls_flashbpt(demo, tiny, monkeypatch):
     assert calls == [{"is_causal": True, "enable_gqa": True}] * 2 * settings.layers
 
 
+def test_comparison_in_bf16(demo, tiny, monkeypatch, capsys):
+    """--dtype bf16: flashbpt is handed bf16 by autocast, and agrees with PyTorch."""
+    settings, texts = tiny
+    seen = []
+    attention = flashbpt.attention
+
+    def spy(q, k, v, **options):
+        out = attention(q, k, v, **options)
+        seen.append({x.dtype for x in (q, k, v, out)})
+        return out
+
+    monkeypatch.setattr(flashbpt, "attention", spy)
+    demo.compare(settings, texts, 2, "cpu", "bf16")
+    assert seen == [{torch.bfloat16}] * 2 * settings.layers
+    assert "(allowed 1e-02)" in capsys.readouterr().out
+
+
 def test_time_budget_ends_the_run(demo, tiny):
     """The rate falls to its end with the steps or with the time, whichever is used up first."""
     settings, texts = tiny
