@@ -1,6 +1,7 @@
 #include "attention.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -48,6 +49,12 @@ at::Tensor empty_lse(const AttentionCall& call, const at::Tensor& q) {
     return at::full({q.size(0), q.size(1)}, -INFINITY, options);
   }
   return at::empty({q.size(0), q.size(1), q.size(2)}, options);
+}
+
+void launch_checks(AttentionCall& call) {
+  const Backend backend = call.choose();
+  TORCH_INTERNAL_ASSERT(backend == Backend::kCpu);  // the one that has attention kernels so far
+  call.prepare_launch();
 }
 
 // Where a kernel adds its part of a gradient: the given tensor itself if it has the accumulation
@@ -126,7 +133,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_forward(
     const AttentionOptions& options) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   AttentionCall call(q, k, v, options);
-  call.choose();
+  launch_checks(call);
   std::vector<int64_t> sizes = q.sizes().vec();
   sizes.back() = v.size(-1);
   at::Tensor out = empty_in_stride_order(q, sizes, q.scalar_type());
@@ -149,7 +156,7 @@ Gradients attention_backward(const at::Tensor& grad_out, const std::optional<at:
                              const std::array<bool, 6>& need) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   AttentionCall call(q, k, v, options);
-  call.choose();
+  launch_checks(call);
   call.check_saved(grad_out, grad_lse, saved);
   AttentionBackwardParams p{call.params};
   const at::ScalarType acc = accumulation_dtype(q.scalar_type());
@@ -181,11 +188,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward_ac
     at::Tensor dk, at::Tensor dv) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   AttentionCall call(q, k, v, options);
-  call.choose();
+  launch_checks(call);
   call.check_saved(grad_out, grad_lse, saved);
   const at::ScalarType acc = accumulation_dtype(q.scalar_type());
   call.check_accumulator("dk", dk, k);
   call.check_accumulator("dv", dv, v);
+  at::assert_no_overlap(dk, dv);
   AttentionBackwardParams p{call.params};
   const int64_t partials = cpu::backward_partials(p);
   const Accumulator dk_sum(dk, acc, partials), dv_sum(dv, acc, partials);
@@ -226,7 +234,13 @@ at::Tensor dropout_mask(const at::Tensor& rng_state, double p, at::IntArrayRef s
   TORCH_CHECK(rng_state.is_cpu(), "flashbpt: dropout_mask runs on the CPU; rng_state is on ",
               rng_state.device());
   AttentionParams params;
-  set_dropout(params, p, rng_state, offsets[4] > 0 ? offsets[4] : sizes[1], offsets);
+  params.batch_offset = offsets[0];
+  params.head_offset = offsets[1];
+  params.q_offset = offsets[2];
+  params.k_offset = offsets[3];
+  params.total_heads = offsets[4] > 0 ? offsets[4] : sizes[1];
+  set_dropout(params, p);
+  set_rng_state(params, rng_state, rng_state);
   params.batch = sizes[0];
   params.heads_q = params.heads_kv = sizes[1];
   params.len_q = sizes[2];

@@ -60,7 +60,8 @@ at::Tensor dropout_mask(const at::Tensor& rng_state, double p, at::IntArrayRef s
 // generator: `increment` counts 32-bit draws of a thread, as in CUDA's Philox generator.
 at::Tensor draw_rng_state(const at::Tensor& like, int64_t increment);
 
-// Refuses offsets that do not start at 0, decrease or run past the tokens. Reads device memory.
-void check_cu_seqlens(const at::Tensor& cu_seqlens, int64_t tokens, c10::string_view name);
+// A copy of cu_seqlens; refuses offsets that do not start at 0, decrease or run past the tokens.
+// Reads device memory.
+at::Tensor check_cu_seqlens(const at::Tensor& cu_seqlens, int64_t tokens, c10::string_view name);
 
 }  // namespace flashbpt

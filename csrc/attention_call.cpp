@@ -1,5 +1,8 @@
 #include "attention_call.h"
 
+#include <ATen/MemoryOverlap.h>
+
+#include <algorithm>
 #include <cmath>
 
 namespace flashbpt {
@@ -54,33 +57,28 @@ TensorView broadcast_view(const at::Tensor& t) {
   return {t.data_ptr(), data_type(t.scalar_type()), stride(0), stride(1), stride(2), stride(3)};
 }
 
-void set_dropout(AttentionParams& params, double p, const OptionalTensor& rng_state,
-                 int64_t total_heads, at::IntArrayRef offsets) {
+void set_dropout(AttentionParams& params, double p) {
   TORCH_CHECK(p >= 0.0 && p <= 1.0,
-              "flashbpt: dropout probability has to be between 0 and 1, but "
-              "got ",
-              p);
-  params.batch_offset = offsets[0];
-  params.head_offset = offsets[1];
-  params.q_offset = offsets[2];
-  params.k_offset = offsets[3];
-  params.total_heads = total_heads;
+              "flashbpt: dropout probability has to be between 0 and 1, but got ", p);
   params.dropout_threshold = static_cast<uint64_t>(std::ceil(p * 4294967296.0));
+  params.dropout_scale = params.drops_all() ? 0.0 : 1.0 / (1.0 - p);
+}
+
+void set_rng_state(AttentionParams& params, const OptionalTensor& rng_state,
+                   const at::Tensor& query) {
   if (params.dropout_threshold == 0) return;
-  TORCH_CHECK(given(rng_state),
-              "flashbpt: dropout needs rng_state (int64 [2], see "
-              "flashbpt::draw_rng_state), got none");
+  TORCH_CHECK(
+      given(rng_state),
+      "flashbpt: dropout needs rng_state (int64 [2], see flashbpt::draw_rng_state), got none");
+  check_same_device("rng_state", *rng_state, query);
   TORCH_CHECK(rng_state->scalar_type() == at::kLong && rng_state->numel() == 2 &&
                   rng_state->is_contiguous(),
-              "flashbpt: rng_state must be a contiguous int64 tensor "
-              "of 2 elements, got ",
+              "flashbpt: rng_state must be a contiguous int64 tensor of 2 elements, got ",
               rng_state->scalar_type(), " ", rng_state->sizes());
-  TORCH_CHECK(offsets[2] % 16 == 0 && offsets[3] % 16 == 0,
-              "flashbpt: with dropout q_offset and "
-              "k_offset must be multiples of 16, got ",
-              offsets[2], " and ", offsets[3]);
+  TORCH_CHECK((params.packed() || params.q_offset % 16 == 0) && params.k_offset % 16 == 0,
+              "flashbpt: with dropout q_offset and k_offset must be multiples of 16, got ",
+              params.q_offset, " and ", params.k_offset);
   params.rng_state = rng_state->data_ptr<int64_t>();
-  params.dropout_scale = params.drops_all() ? 0.0 : 1.0 / (1.0 - p);
 }
 
 AttentionCall::AttentionCall(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -125,10 +123,18 @@ AttentionCall::AttentionCall(const at::Tensor& q, const at::Tensor& k, const at:
   TORCH_CHECK(options.q_offset >= 0 && options.k_offset >= 0 && options.batch_offset >= 0,
               "flashbpt: q_offset, k_offset and batch_offset must be >= 0, got ", options.q_offset,
               ", ", options.k_offset, " and ", options.batch_offset);
-  set_dropout(
-      p, options.dropout_p, options.rng_state, total_heads,
-      {options.batch_offset, options.head_offset, packed ? 0 : options.q_offset, options.k_offset});
+  constexpr int64_t kLargest = Band::kNoLimit / 4;  // so that sums of these never overflow
+  TORCH_CHECK(std::max({options.q_offset, options.k_offset, options.batch_offset, options.diagonal,
+                        -options.diagonal}) < kLargest,
+              "flashbpt: offsets and the diagonal must be below ", kLargest, ", got ",
+              options.q_offset, ", ", options.k_offset, ", ", options.batch_offset, " and ",
+              options.diagonal);
   p.q_offset = options.q_offset;
+  p.k_offset = options.k_offset;
+  p.batch_offset = options.batch_offset;
+  p.head_offset = options.head_offset;
+  p.total_heads = total_heads;
+  set_dropout(p, options.dropout_p);
   if (given(options.mask)) set_mask();
   set_sinks_and_slopes();
 }
@@ -194,6 +200,25 @@ void AttentionCall::set_sequences() {
   params.cu_seqlens_q = cu_q.data_ptr();
   params.cu_seqlens_k = cu_k.data_ptr();
   params.cu_seqlens_int64 = cu_q.scalar_type() == at::kLong;
+}
+
+void AttentionCall::prepare_launch() {
+  set_rng_state(params, options.rng_state, q_);
+  if (packed() && params.dropout_threshold > 0 && q_.is_cpu()) check_packed_block();
+}
+
+// A block of packed rows may cut a sequence only where the words of dropout start anew.
+void AttentionCall::check_packed_block() const {
+  const at::Tensor cu = options.cu_seqlens_q->to(at::kLong);
+  const int64_t* begin = cu.data_ptr<int64_t>();
+  for (int64_t b = 0; b < params.batch; ++b) {
+    for (const int64_t cut : {params.q_offset, params.q_offset + params.len_q}) {
+      TORCH_CHECK(cut <= begin[b] || cut >= begin[b + 1] || (cut - begin[b]) % 16 == 0,
+                  "flashbpt: with dropout a block of packed rows must cut a sequence at a "
+                  "multiple of 16, but it cuts sequence ",
+                  b, " at row ", cut - begin[b]);
+    }
+  }
 }
 
 void AttentionCall::set_mask() {
@@ -285,6 +310,7 @@ void AttentionCall::check_saved(const at::Tensor& grad_out, const OptionalTensor
 void AttentionCall::check_accumulator(const char* name, const at::Tensor& t,
                                       const at::Tensor& like) const {
   check_same_device(name, t, q_);
+  at::assert_no_internal_overlap(t);
   TORCH_CHECK(t.sizes() == like.sizes() && t.scalar_type() == acc_, "flashbpt: ", name, " must be ",
               acc_, " of shape ", like.sizes(), ", got ", t.scalar_type(), " of shape ", t.sizes());
 }
@@ -307,10 +333,11 @@ Backend AttentionCall::choose() const {
   TORCH_CHECK(false, "flashbpt: no kernel serves this call on ", q_.device(), " (", reasons, ")");
 }
 
-void check_cu_seqlens(const at::Tensor& cu_seqlens, int64_t tokens, c10::string_view name) {
+at::Tensor check_cu_seqlens(const at::Tensor& cu_seqlens, int64_t tokens, c10::string_view name) {
   const std::string text(name);
   check_cu_seqlens_tensor(text.c_str(), cu_seqlens);
   check_values(text.c_str(), cu_seqlens, tokens);
+  return cu_seqlens.clone(at::MemoryFormat::Contiguous);
 }
 
 }  // namespace flashbpt

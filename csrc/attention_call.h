@@ -23,9 +23,12 @@ constexpr BackendName kBackends[] = {
 // Strides 0 where a dimension has size 1. t: [batch, heads, rows, cols]
 TensorView broadcast_view(const at::Tensor& t);
 
-// Threshold, scale and offsets (batch, head, q, k) of dropout; does nothing for p = 0.
-void set_dropout(AttentionParams& params, double p, const std::optional<at::Tensor>& rng_state,
-                 int64_t total_heads, at::IntArrayRef offsets);
+// Threshold and scale of dropout; p outside [0, 1] is refused.
+void set_dropout(AttentionParams& params, double p);
+
+// The state that dropout draws from, where there is dropout.
+void set_rng_state(AttentionParams& params, const std::optional<at::Tensor>& rng_state,
+                   const at::Tensor& query);
 
 class AttentionCall {
  public:
@@ -33,6 +36,8 @@ class AttentionCall {
   AttentionCall(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                 const AttentionOptions& options);
 
+  // What a kernel needs beyond the checks: dropout's state, sequences that blocks cut at words.
+  void prepare_launch();
   // Why a backend does not serve this call; null where it does.
   const char* refusal(Backend backend) const;
   // The first backend that serves the call; throws with the reasons where there is none.
@@ -60,6 +65,7 @@ class AttentionCall {
   void set_mask();
   void set_sinks_and_slopes();
   void set_sequences();
+  void check_packed_block() const;
 
   at::Tensor q_, k_;
   at::Tensor sinks_, slopes_;  // in the accumulation type

@@ -156,6 +156,18 @@ const char* const kNoDoubleBackward =
     "flashbpt has no double backward; use torch.nn.functional.scaled_dot_product_attention under "
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for it.";
 
+// CPU and CUDA share the host functions, which choose the kernel by device and capability.
+void register_kernels(torch::Library& m) {
+  m.impl("attention_forward", torch::CppFunction::makeFromBoxedFunction<&forward_op>());
+  m.impl("attention_backward", torch::CppFunction::makeFromBoxedFunction<&backward_op>());
+  m.impl("attention_backward_accumulate",
+         torch::CppFunction::makeFromBoxedFunction<&backward_accumulate_op>());
+  m.impl("dropout_mask", &dropout_mask);
+  m.impl("draw_rng_state", &draw_rng_state);
+  m.impl("merge_attention_states", &merge_attention_states);
+  m.impl("check_cu_seqlens", &check_cu_seqlens);
+}
+
 }  // namespace
 
 TORCH_LIBRARY(flashbpt, m) {
@@ -182,30 +194,15 @@ TORCH_LIBRARY(flashbpt, m) {
   m.def("draw_rng_state(Tensor like, int increment) -> Tensor",
         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   m.def("merge_attention_states(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)", pure);
-  m.def("check_cu_seqlens(Tensor cu_seqlens, int tokens, str name) -> ()");
+  m.def("check_cu_seqlens(Tensor cu_seqlens, SymInt tokens, str name) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(flashbpt, CPU, m) {
-  m.impl("attention_forward", torch::CppFunction::makeFromBoxedFunction<&forward_op>());
-  m.impl("attention_backward", torch::CppFunction::makeFromBoxedFunction<&backward_op>());
-  m.impl("attention_backward_accumulate",
-         torch::CppFunction::makeFromBoxedFunction<&backward_accumulate_op>());
-  m.impl("dropout_mask", &dropout_mask);
-  m.impl("draw_rng_state", &draw_rng_state);
-  m.impl("merge_attention_states", &merge_attention_states);
-  m.impl("check_cu_seqlens", &check_cu_seqlens);
+  register_kernels(m);
 }
 
-// The same host functions: they choose the kernel by device and capability.
 TORCH_LIBRARY_IMPL(flashbpt, CUDA, m) {
-  m.impl("attention_forward", torch::CppFunction::makeFromBoxedFunction<&forward_op>());
-  m.impl("attention_backward", torch::CppFunction::makeFromBoxedFunction<&backward_op>());
-  m.impl("attention_backward_accumulate",
-         torch::CppFunction::makeFromBoxedFunction<&backward_accumulate_op>());
-  m.impl("dropout_mask", &dropout_mask);
-  m.impl("draw_rng_state", &draw_rng_state);
-  m.impl("merge_attention_states", &merge_attention_states);
-  m.impl("check_cu_seqlens", &check_cu_seqlens);
+  register_kernels(m);
 }
 
 TORCH_LIBRARY_IMPL(flashbpt, CompositeExplicitAutograd, m) {

@@ -34,15 +34,11 @@ def window_limits(window):
         ) from None
 
 
-def draw_dropout_state(query, dropout_p):
-    """The Philox state of a call with dropout; None where dropout draws nothing."""
-    if dropout_p == 0.0:
-        return None
+def check_dropout(dropout_p):
     if not 0.0 <= dropout_p <= 1.0:
         raise RuntimeError(
             f"flashbpt: dropout probability has to be between 0 and 1, but got {dropout_p}"
         )
-    return torch.ops.flashbpt.draw_rng_state.default(query, 4)
 
 
 def four_dims(query, key, value, enable_gqa):

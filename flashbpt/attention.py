@@ -6,7 +6,7 @@ from torch.utils.flop_counter import register_flop_formula
 from flashbpt.arguments import (
     autocast,
     broadcast_lead,
-    draw_dropout_state,
+    check_dropout,
     four_dims,
     mask_to_four_dims,
     to_four_dims,
@@ -126,6 +126,7 @@ def prepare_attention(
             "flashbpt: Explicit attn_mask should not be set when is_causal=True, got a mask of "
             f"shape {tuple(attn_mask.shape)}; give one of the two"
         )
+    check_dropout(dropout_p)
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     lead = None
     if not four_dims(query, key, value, enable_gqa):
@@ -151,7 +152,7 @@ def prepare_attention(
         alibi_slopes,
         None,  # cu_seqlens_q
         None,  # cu_seqlens_k
-        draw_dropout_state(query, dropout_p),
+        None,  # rng_state: drawn when the call runs
         None,  # max_seqlen_q
         None,  # max_seqlen_k
         scale,
@@ -172,16 +173,29 @@ def prepare_attention(
 
 def run(arguments, deterministic=None):
     """(out, lse) of the op, through autograd where an input wants a gradient."""
-    if torch.is_grad_enabled() and wants_grad(*arguments[:DIFFERENTIABLE]):
+    if arguments[DROPOUT_P] > 0.0:
+        arguments = with_dropout_state(arguments)
+    transforms = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+    if transforms or (torch.is_grad_enabled() and wants_grad(*arguments[:DIFFERENTIABLE])):
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         if torch.compiler.is_compiling():
             return _Attention.apply(*without_repeats(arguments), deterministic)[:2]
-        if torch._C._are_functorch_transforms_active():
+        if transforms:
             return _Attention.apply(*arguments, deterministic)[:2]
         rest = (*arguments[DIFFERENTIABLE:], deterministic)
         return _EagerAttention.apply(*arguments[:DIFFERENTIABLE], rest)
     return _OPS.attention_forward.default(*arguments)[:2]
+
+
+def with_dropout_state(arguments):
+    """The same with a state from torch's generator, which a refused call leaves alone."""
+    if not torch.compiler.is_compiling():
+        kernel = _OPS.attention_kernel.default(*arguments, False)  # refuses what is not allowed
+        if kernel.startswith("none"):
+            return arguments  # for the op to refuse
+    state = _OPS.draw_rng_state.default(arguments[0], 4)
+    return *arguments[:RNG_STATE], state, *arguments[RNG_STATE + 1 :]
 
 
 def wants_grad(q, k, v, mask, sinks, alibi_slopes):
@@ -211,10 +225,14 @@ def without_repeats(arguments):
 # not, then numbers.
 DIFFERENTIABLE = 6  # q, k, v, mask, sinks, alibi_slopes
 TENSORS = 9  # and cu_seqlens_q, cu_seqlens_k, rng_state
+RNG_STATE = 8
+DROPOUT_P = 16
 ARGUMENTS = 24
 
 
 class _Attention(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(*arguments):
         return _OPS.attention_forward.default(*arguments[:ARGUMENTS])
@@ -273,6 +291,8 @@ def gradients(ctx, grad_out, grad_lse):
 class _AttentionBackward(torch.autograd.Function):
     """The backward under create_graph: its own derivative is an error that says what to do."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(*arguments):
         return _OPS.attention_backward.default(*arguments)
@@ -293,9 +313,18 @@ class _AttentionBackward(torch.autograd.Function):
 # ------------------------------------------------------------ fake kernels
 
 
-def check_devices(query, **others):
-    """What the kernels check; a tensor on meta among others comes here instead of there."""
-    for name, t in others.items():
+TENSOR_NAMES = (
+    "query key value attn_mask sinks alibi_slopes cu_seqlens_q cu_seqlens_k rng_state "
+    "grad_out grad_lse out lse lse_lo mask_tiles dk dv"
+).split()
+
+
+def check_devices(query, *others):
+    """What the kernels check; a tensor on meta among others comes here instead of there.
+
+    others: tensors or None, in the order of TENSOR_NAMES after query.
+    """
+    for name, t in zip(TENSOR_NAMES[1:], others, strict=False):
         if t is not None and t.device != query.device:
             raise RuntimeError(
                 "flashbpt: Expected query, key, value and all other tensors to have the same "
@@ -325,17 +354,8 @@ def is_additive(mask):
 
 
 @torch.library.register_fake("flashbpt::attention_forward")
-def _attention_forward_fake(q, k, v, mask, sinks, alibi_slopes, cu_seqlens_q, cu_seqlens_k, *_):
-    check_devices(
-        q,
-        key=k,
-        value=v,
-        attn_mask=mask,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-    )
+def _attention_forward_fake(q, k, v, mask, *rest):
+    check_devices(q, k, v, mask, *rest[: TENSORS - 4])
     out = empty_in_stride_order(q, (*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
     lse_lo = torch.empty_like(lse) if is_additive(mask) else lse.new_empty(0)
@@ -354,25 +374,29 @@ def row_gradients(q, mask, sinks, alibi_slopes, need):
     )
 
 
+def backward_fake(saved, options, need, *accumulators):
+    grad_out, grad_lse, q, k, v, *others = saved
+    check_devices(q, k, v, *options[: TENSORS - 3], grad_out, grad_lse, *others, *accumulators)
+    mask, sinks, alibi_slopes = options[:3]
+    return q, k, v, row_gradients(q, mask, sinks, alibi_slopes, need)
+
+
+SAVED = 9  # tensors before the options in the schemas of the backwards
+
+
 @torch.library.register_fake("flashbpt::attention_backward")
-def _attention_backward_fake(
-    grad_out, grad_lse, q, k, v, out, lse, lse_lo, mask_tiles, mask, sinks, alibi_slopes, *options
-):
-    check_devices(q, grad_out=grad_out, grad_lse=grad_lse, key=k, value=v, out=out, lse=lse)
-    need = options[-1]
-    dq, dmask, dsinks, dalibi = row_gradients(q, mask, sinks, alibi_slopes, need)
+def _attention_backward_fake(*arguments):
+    saved, (*options, _deterministic, need) = arguments[:SAVED], arguments[SAVED:]
+    _, k, v, (dq, dmask, dsinks, dalibi) = backward_fake(saved, options, need)
     dk = empty_in_stride_order(k, k.shape) if need[1] else None
     dv = empty_in_stride_order(v, v.shape) if need[2] else None
     return dq, dk, dv, dmask, dsinks, dalibi
 
 
 @torch.library.register_fake("flashbpt::attention_backward_accumulate")
-def _attention_backward_accumulate_fake(
-    grad_out, grad_lse, q, k, v, out, lse, lse_lo, mask_tiles, mask, sinks, alibi_slopes, *options
-):
-    *_, need, dk, dv = options
-    check_devices(q, grad_out=grad_out, key=k, value=v, out=out, lse=lse, dk=dk, dv=dv)
-    return row_gradients(q, mask, sinks, alibi_slopes, need)
+def _attention_backward_accumulate_fake(*arguments):
+    saved, (*options, _deterministic, need, dk, dv) = arguments[:SAVED], arguments[SAVED:]
+    return backward_fake(saved, options, need, dk, dv)[-1]
 
 
 @torch.library.register_fake("flashbpt::draw_rng_state")

@@ -2,7 +2,7 @@
 
 import torch
 
-from flashbpt.arguments import autocast, draw_dropout_state, window_limits
+from flashbpt.arguments import autocast, check_dropout, window_limits
 from flashbpt.attention import run
 from flashbpt.backend import _State
 
@@ -92,9 +92,13 @@ def prepare_varlen(
     if max_seqlen_k is None and cu_seqlens_k is cu_seqlens_q:
         max_seqlen_k = max_seqlen_q
     packed = query.dim() == key.dim() == 3  # or the op refuses the call
-    if packed and not torch.compiler.is_compiling() and (query.is_cpu or _State.debug_checks):
-        torch.ops.flashbpt.check_cu_seqlens.default(cu_seqlens_q, query.shape[0], "cu_seqlens_q")
-        torch.ops.flashbpt.check_cu_seqlens.default(cu_seqlens_k, key.shape[0], "cu_seqlens_k")
+    if packed and (query.is_cpu or _State.debug_checks):
+        check = torch.ops.flashbpt.check_cu_seqlens.default
+        cu_seqlens_q, cu_seqlens_k = (
+            check(cu_seqlens_q, query.shape[0], "cu_seqlens_q"),
+            check(cu_seqlens_k, key.shape[0], "cu_seqlens_k"),
+        )
+    check_dropout(dropout_p)
     query, key, value, _ = autocast(query, key, value)
     left, right = window_limits(window)
     return (
@@ -106,7 +110,7 @@ def prepare_varlen(
         alibi_slopes,
         cu_seqlens_q,
         cu_seqlens_k,
-        draw_dropout_state(query, dropout_p),
+        None,  # rng_state: drawn when the call runs
         max_seqlen_q,
         max_seqlen_k,
         scale,
@@ -127,4 +131,4 @@ def prepare_varlen(
 
 @torch.library.register_fake("flashbpt::check_cu_seqlens")
 def _check_cu_seqlens_fake(cu_seqlens, tokens, name):
-    """Fake offsets have no contents to check."""
+    return cu_seqlens.new_empty(cu_seqlens.shape)  # fake offsets have no contents to check

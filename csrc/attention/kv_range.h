@@ -8,11 +8,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define FLASHBPT_HOST_DEVICE __host__ __device__
-#else
-#define FLASHBPT_HOST_DEVICE
-#endif
+#include "host_device.h"
 
 namespace flashbpt {
 
@@ -32,8 +28,8 @@ struct Band {
   // window_left and window_right: further keys on each side of the diagonal, -1 for no limit.
   static constexpr Band from_flags(bool causal, int64_t window_left, int64_t window_right) {
     Band band;
-    if (window_left >= 0) band.left = window_left;
-    if (window_right >= 0) band.right = window_right;
+    if (window_left >= 0 && window_left < kNoLimit) band.left = window_left;
+    if (window_right >= 0 && window_right < kNoLimit) band.right = window_right;
     if (causal) band.right = 0;
     return band;
   }

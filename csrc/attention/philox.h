@@ -10,7 +10,7 @@
 
 #include <cstdint>
 
-#include "kv_range.h"
+#include "host_device.h"
 
 namespace flashbpt {
 

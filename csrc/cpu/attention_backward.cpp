@@ -10,6 +10,7 @@
 // deterministic. The mask's gradient is summed over whatever the mask is broadcast over, so it has
 // a pass of its own in which a task owns a piece of the mask.
 #include <cmath>
+#include <limits>
 
 #include "attention.h"
 #include "row_math.h"
@@ -17,6 +18,10 @@
 
 namespace flashbpt::cpu {
 namespace {
+
+// LSE of a row without keys, whose gradients are 0.
+template <typename T>
+constexpr T kNoKeys = -std::numeric_limits<T>::infinity();
 
 template <typename T>
 struct BackwardScratch {
@@ -70,8 +75,8 @@ void probability_tile(const AttentionBackwardParams& p, const QueryTile& q, KeyT
     T* x = s + i * k.cols;
     clear_hidden(x, c, k.cols);
     const T lse = value_at<T>(p.lse, q.seq->batch, head, q.seq->q_begin + row);
-    if (lse == -std::numeric_limits<T>::infinity()) {
-      std::fill(x + c.begin, x + c.end, T(0));  // a row without keys
+    if (lse == kNoKeys<T>) {
+      std::fill(x + c.begin, x + c.end, T(0));
     } else {
       exp_row(x + c.begin, c.size(), lse, lse_lo_value<T>(p, *q.seq, head, row));
     }
@@ -87,11 +92,15 @@ void score_grad_tile(const AttentionBackwardParams& p, const QueryTile& q, KeyTi
   // dP = dO V^T
   gemm(grad, in.grad_out, transposed(value), 0.0, 1.0);
   if (keep) drop_row(dp, keep, q.flat_rows() * k.cols, static_cast<T>(p.dropout_scale));
-  for_each_row(q, [&](int64_t i, int64_t, int64_t row) {
+  for_each_row(q, [&](int64_t i, int64_t head, int64_t row) {
     const Columns c = visible_columns(p, *q.seq, k, row);
     T* x = dp + i * k.cols;
     clear_hidden(x, c, k.cols);
-    softmax_grad_row(x + c.begin, s + i * k.cols + c.begin, c.size(), in.delta[i]);
+    if (value_at<T>(p.lse, q.seq->batch, head, q.seq->q_begin + row) == kNoKeys<T>) {
+      std::fill(x + c.begin, x + c.end, T(0));  // whatever its gradients say, and V
+    } else {
+      softmax_grad_row(x + c.begin, s + i * k.cols + c.begin, c.size(), in.delta[i]);
+    }
   });
 }
 
@@ -166,7 +175,7 @@ void add_sink_grads(const AttentionBackwardParams& p, const QueryTile& q, int64_
   for_each_row(q, [&](int64_t i, int64_t head, int64_t row) {
     const T sink = value_at<T>(p.sinks, 0, head, 0);
     const T lse = value_at<T>(p.lse, q.seq->batch, head, q.seq->q_begin + row);
-    if (lse == -std::numeric_limits<T>::infinity()) return;
+    if (lse == kNoKeys<T>) return;
     const T weight = std::exp((sink - lse) - lse_lo_value<T>(p, *q.seq, head, row));
     value_at<T>(p.dsinks, q.seq->batch, head, partial) -= weight * delta[i];
   });
@@ -289,8 +298,8 @@ void mask_backward(const AttentionBackwardParams& p, const std::vector<Sequence>
 template <typename T>
 void backward(const AttentionBackwardParams& p) {
   if (p.heads_q == 0) return;
-  const int64_t threads = threads_for(p);
   const std::vector<Sequence> seqs = sequences_of(p);
+  const int64_t threads = threads_for(p, seqs);
   std::vector<BackwardScratch<T>> scratch(std::max<int64_t>(threads, 1));
   std::vector<BackwardTask> tasks;
   for (const Sequence& seq : seqs) {
@@ -312,9 +321,22 @@ void backward(const AttentionBackwardParams& p) {
 }  // namespace
 
 int64_t backward_partials(const AttentionParams& p) {
-  const int64_t owners = std::max<int64_t>(1, p.batch * p.heads_kv);
-  const int64_t tiles = at::divup(std::max<int64_t>(p.len_q, 1), kBlockQ);
-  return std::clamp<int64_t>(at::divup(threads_for(p), owners), 1, tiles);
+  // Each copy costs memory as large as dk and dv in fp32.
+  constexpr int64_t kMostPartials = 16;
+  const std::vector<Sequence> seqs = sequences_of(p);
+  double total = 0, largest = 0;
+  int64_t rows = 1;
+  for (const Sequence& seq : seqs) {
+    const double work = static_cast<double>(seq.len_q) * seq.len_k;
+    total += work * std::max<int64_t>(p.heads_kv, 1);
+    largest = std::max(largest, work);
+    rows = std::max(rows, seq.len_q);
+  }
+  if (total == 0) return 1;
+  // The heaviest owner in as many parts as it holds shares of a thread.
+  const double shares = std::ceil(static_cast<double>(threads_for(p, seqs)) * largest / total);
+  const int64_t most = std::min(kMostPartials, at::divup(rows, kBlockQ));
+  return std::clamp<int64_t>(static_cast<int64_t>(shares), 1, most);
 }
 
 void attention_backward(const AttentionBackwardParams& p) {

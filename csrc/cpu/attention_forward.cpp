@@ -165,8 +165,8 @@ void forward_tile(const AttentionParams& p, const QueryTile& q, ForwardScratch<T
 
 template <typename T>
 void forward(const AttentionParams& p) {
-  const int64_t threads = threads_for(p);
   const std::vector<Sequence> seqs = sequences_of(p);
+  const int64_t threads = threads_for(p, seqs);
   const std::vector<QueryTile> tiles = query_tiles(p, seqs, threads);
   std::vector<ForwardScratch<T>> scratch(std::max<int64_t>(threads, 1));
   for_each_task(threads, tiles.size(), [&](int64_t i) {

@@ -7,9 +7,11 @@
 
 // One copy of each function for AVX-512, one for AVX2 with FMA, one for any machine; the dynamic
 // loader picks. Elsewhere the compiler's own baseline (NEON on Arm) has to do.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define FLASHBPT_PER_INSTRUCTION_SET \
   __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define FLASHBPT_PER_INSTRUCTION_SET __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define FLASHBPT_PER_INSTRUCTION_SET
 #endif

@@ -1,6 +1,6 @@
 // Arithmetic on one row of a tile, compiled once per instruction set and chosen at load time.
 // x, y: [n], unit stride. NaN propagates through everything but `row_max`, whose callers
-// exponentiate the row afterwards and find the NaN there.
+// exponentiate the row afterwards and find the NaN there, and `drop_row`, which drops it.
 #pragma once
 
 #include <cstdint>

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/baddbmm_cpu_dispatch.h>
 #include <ATen/ops/from_blob.h>
@@ -23,7 +24,7 @@ constexpr int64_t kBlockQ = 256;                    // query rows of a tile, all
 constexpr int64_t kBlockK = 512;                    // keys of a tile
 constexpr int64_t kTileScores = kBlockQ * kBlockK;  // scores of a tile: 512 KB in fp32
 // Below this many multiplications a call stays on one thread: starting the others costs more.
-constexpr int64_t kSerialWork = int64_t{1} << 17;
+constexpr double kSerialWork = 1 << 17;
 
 struct QueryTile {
   const Sequence* seq;
@@ -48,15 +49,13 @@ struct KeyTile {
   int64_t begin, cols;
 };
 
-// Multiplications of the whole call, to decide on threads and tile sizes.
-inline int64_t total_work(const AttentionParams& p) {
-  return p.batch * p.heads_q * p.len_q * std::min(p.len_k, Band::kNoLimit) *
-         std::max<int64_t>(p.dim + p.dim_v, 1);
-}
-
-inline int64_t threads_for(const AttentionParams& p) {
-  if (at::in_parallel_region() || total_work(p) <= kSerialWork) return 1;
-  return at::get_num_threads();
+// How many threads a call is worth, by its multiplications; masks not discounted.
+inline int64_t threads_for(const AttentionParams& p, const std::vector<Sequence>& seqs) {
+  if (at::in_parallel_region()) return 1;
+  double scores = 0;
+  for (const Sequence& seq : seqs) scores += static_cast<double>(seq.len_q) * seq.len_k;
+  const double work = scores * p.heads_q * std::max<int64_t>(p.dim + p.dim_v, 1);
+  return work <= kSerialWork ? 1 : at::get_num_threads();
 }
 
 // Runs f(i) for i in [0, n), each once; whoever is free takes the next one.
@@ -69,6 +68,7 @@ void for_each_task(int64_t threads, int64_t n, const F& f) {
   }
   std::atomic<int64_t> next{0};
   at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    const at::AutoDispatchBelowADInplaceOrView no_autograd;  // other threads do not inherit it
     for (int64_t i = next++; i < n; i = next++) f(i);
   });
 }
