@@ -50,6 +50,14 @@ void check_cu_seqlens_tensor(const char* name, const at::Tensor& t) {
               t.sizes());
 }
 
+// Sums of a few offsets stay far below Band::kNoLimit.
+constexpr int64_t kLargestOffset = Band::kNoLimit / 8;
+
+void check_offset(const char* name, int64_t value, int64_t smallest) {
+  TORCH_CHECK(value >= smallest && value <= kLargestOffset, "flashbpt: ", name, " must be from ",
+              smallest, " to ", kLargestOffset, ", got ", value);
+}
+
 }  // namespace
 
 TensorView broadcast_view(const at::Tensor& t) {
@@ -120,15 +128,10 @@ AttentionCall::AttentionCall(const at::Tensor& q, const at::Tensor& k, const at:
   TORCH_CHECK(options.head_offset >= 0 && options.head_offset + p.heads_q <= total_heads,
               "flashbpt: head_offset + heads must not exceed total_heads, got ",
               options.head_offset, " + ", p.heads_q, " and ", total_heads);
-  TORCH_CHECK(options.q_offset >= 0 && options.k_offset >= 0 && options.batch_offset >= 0,
-              "flashbpt: q_offset, k_offset and batch_offset must be >= 0, got ", options.q_offset,
-              ", ", options.k_offset, " and ", options.batch_offset);
-  constexpr int64_t kLargest = Band::kNoLimit / 4;  // so that sums of these never overflow
-  TORCH_CHECK(std::max({options.q_offset, options.k_offset, options.batch_offset, options.diagonal,
-                        -options.diagonal}) < kLargest,
-              "flashbpt: offsets and the diagonal must be below ", kLargest, ", got ",
-              options.q_offset, ", ", options.k_offset, ", ", options.batch_offset, " and ",
-              options.diagonal);
+  check_offset("q_offset", options.q_offset, 0);
+  check_offset("k_offset", options.k_offset, 0);
+  check_offset("batch_offset", options.batch_offset, 0);
+  check_offset("diagonal", options.diagonal, -kLargestOffset);
   p.q_offset = options.q_offset;
   p.k_offset = options.k_offset;
   p.batch_offset = options.batch_offset;
@@ -311,6 +314,7 @@ void AttentionCall::check_accumulator(const char* name, const at::Tensor& t,
                                       const at::Tensor& like) const {
   check_same_device(name, t, q_);
   at::assert_no_internal_overlap(t);
+  at::assert_no_overlap(t, like);
   TORCH_CHECK(t.sizes() == like.sizes() && t.scalar_type() == acc_, "flashbpt: ", name, " must be ",
               acc_, " of shape ", like.sizes(), ", got ", t.scalar_type(), " of shape ", t.sizes());
 }

@@ -19,7 +19,7 @@
 namespace flashbpt::cpu {
 namespace {
 
-// LSE of a row without keys, whose gradients are 0.
+// LSE of a row without keys.
 template <typename T>
 constexpr T kNoKeys = -std::numeric_limits<T>::infinity();
 
@@ -37,6 +37,12 @@ struct QueryInputs {
   const T* delta;       // [flat_rows]
 };
 
+// A row without keys: its gradients are 0, whatever arrives for its output and LSE.
+template <typename T>
+bool is_dead(const AttentionParams& p, const QueryTile& q, int64_t head, int64_t row) {
+  return value_at<T>(p.lse, q.seq->batch, head, q.seq->q_begin + row) == kNoKeys<T>;
+}
+
 template <typename T>
 T lse_lo_value(const AttentionParams& p, const Sequence& seq, int64_t head, int64_t row) {
   return p.lse_lo ? value_at<T>(p.lse_lo, seq.batch, head, seq.q_begin + row) : T(0);
@@ -53,10 +59,18 @@ template <typename T>
 QueryInputs<T> load_query_inputs(const AttentionBackwardParams& p, const QueryTile& q,
                                  BackwardScratch<T>& w) {
   T* delta = w.delta.get(q.flat_rows());
+  bool dead = false;
+  for_each_row(q, [&](int64_t, int64_t head, int64_t row) { dead |= is_dead<T>(p, q, head, row); });
   const at::Tensor out = load_queries(p.out, q, p.dim_v, w.out);
   QueryInputs<T> in{load_queries(p.q, q, p.dim, w.q),
-                    load_queries(p.grad_out, q, p.dim_v, w.grad_out), delta};
+                    load_queries(p.grad_out, q, p.dim_v, w.grad_out, /*copy=*/dead), delta};
   for_each_row(q, [&](int64_t i, int64_t head, int64_t row) {
+    if (is_dead<T>(p, q, head, row)) {
+      delta[i] = T(0);
+      T* grad = const_cast<T*>(row_of<T>(in.grad_out, i));  // the copy's
+      std::fill(grad, grad + p.dim_v, T(0));
+      return;
+    }
     delta[i] = dot_row(row_of<T>(out, i), row_of<T>(in.grad_out, i), p.dim_v);
     if (p.grad_lse) {
       delta[i] -= value_at<T>(p.grad_lse, q.seq->batch, head, q.seq->q_begin + row);
@@ -96,8 +110,8 @@ void score_grad_tile(const AttentionBackwardParams& p, const QueryTile& q, KeyTi
     const Columns c = visible_columns(p, *q.seq, k, row);
     T* x = dp + i * k.cols;
     clear_hidden(x, c, k.cols);
-    if (value_at<T>(p.lse, q.seq->batch, head, q.seq->q_begin + row) == kNoKeys<T>) {
-      std::fill(x + c.begin, x + c.end, T(0));  // whatever its gradients say, and V
+    if (is_dead<T>(p, q, head, row)) {
+      std::fill(x + c.begin, x + c.end, T(0));  // whatever V holds
     } else {
       softmax_grad_row(x + c.begin, s + i * k.cols + c.begin, c.size(), in.delta[i]);
     }

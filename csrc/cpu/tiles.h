@@ -147,13 +147,15 @@ at::Tensor load_keys(const TensorView& v, const QueryTile& q, KeyTile k, int64_t
 }
 
 // q, out or grad_out of a tile as [kv_heads, group_rows, dim] in the accumulation type; in place
-// where it has that type, a head is alone in its group and rows have unit stride.
+// where it has that type, a head is alone in its group and rows have unit stride; always a copy
+// with `copy`.
 template <typename T>
-at::Tensor load_queries(const TensorView& v, const QueryTile& q, int64_t dim, Scratch<T>& scratch) {
+at::Tensor load_queries(const TensorView& v, const QueryTile& q, int64_t dim, Scratch<T>& scratch,
+                        bool copy = false) {
   at::Tensor tile =
       view_tile(v, q.seq->batch, q.head, q.heads, q.seq->q_begin + q.row, q.rows, dim);
   if (scalar_type(v.dtype) == c10::CppTypeToScalarType<T>::value && q.heads == q.kv_heads &&
-      v.col == 1) {
+      v.col == 1 && !copy) {
     return tile;
   }
   T* data = scratch.get(q.flat_rows() * dim);
