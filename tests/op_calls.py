@@ -2,6 +2,8 @@
 
 import torch
 
+import flashbpt  # noqa: F401: registers the ops
+
 OPTIONS = {
     "mask": None,
     "sinks": None,
