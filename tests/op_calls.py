@@ -2,7 +2,7 @@
 
 import torch
 
-import flashbpt  # noqa: F401: registers the ops
+import flashbpt  # noqa: F401 (registers the ops)
 
 OPTIONS = {
     "mask": None,
