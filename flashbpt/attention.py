@@ -362,7 +362,12 @@ def _attention_forward_fake(q, k, v, mask, *rest):
     return out, lse, lse_lo, q.new_empty(0, dtype=torch.uint8)
 
 
-def row_gradients(q, mask, sinks, alibi_slopes, need):
+def backward_fake(saved, options, need, *accumulators):
+    """(dq, dmask, dsinks, dalibi), None where not needed."""
+    grad_out, grad_lse, q, k, v, *others = saved
+    check_devices(q, k, v, *options[: TENSORS - 3], grad_out, grad_lse, *others, *accumulators)
+    mask, sinks, alibi_slopes = options[:3]
+
     def like(wanted, t):
         return t.new_empty(t.shape) if wanted and t is not None else None
 
@@ -374,20 +379,14 @@ def row_gradients(q, mask, sinks, alibi_slopes, need):
     )
 
 
-def backward_fake(saved, options, need, *accumulators):
-    grad_out, grad_lse, q, k, v, *others = saved
-    check_devices(q, k, v, *options[: TENSORS - 3], grad_out, grad_lse, *others, *accumulators)
-    mask, sinks, alibi_slopes = options[:3]
-    return q, k, v, row_gradients(q, mask, sinks, alibi_slopes, need)
-
-
 SAVED = 9  # tensors before the options in the schemas of the backwards
 
 
 @torch.library.register_fake("flashbpt::attention_backward")
 def _attention_backward_fake(*arguments):
     saved, (*options, _deterministic, need) = arguments[:SAVED], arguments[SAVED:]
-    _, k, v, (dq, dmask, dsinks, dalibi) = backward_fake(saved, options, need)
+    dq, dmask, dsinks, dalibi = backward_fake(saved, options, need)
+    k, v = saved[3:5]
     dk = empty_in_stride_order(k, k.shape) if need[1] else None
     dv = empty_in_stride_order(v, v.shape) if need[2] else None
     return dq, dk, dv, dmask, dsinks, dalibi
@@ -396,7 +395,7 @@ def _attention_backward_fake(*arguments):
 @torch.library.register_fake("flashbpt::attention_backward_accumulate")
 def _attention_backward_accumulate_fake(*arguments):
     saved, (*options, _deterministic, need, dk, dv) = arguments[:SAVED], arguments[SAVED:]
-    return backward_fake(saved, options, need, dk, dv)[-1]
+    return backward_fake(saved, options, need, dk, dv)
 
 
 @torch.library.register_fake("flashbpt::draw_rng_state")
