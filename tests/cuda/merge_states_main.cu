@@ -1,103 +1,16 @@
 // Checks and times the merge_states kernel alone, without torch. docs/merge_states.md has the
 // commands. Exit status 0: every check held.
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <limits>
 #include <random>
-#include <type_traits>
-#include <vector>
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
 
 #include "../../csrc/sm80/merge_states/config.h"
 #include "../../csrc/sm80/merge_states/launch.h"
+#include "harness.h"
 
 using flashbpt::DataType;
 using flashbpt::sm80::kMaxMergeStates;
 using flashbpt::sm80::MergeStatesParams;
 
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-
-void check_cuda(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
-  std::exit(2);
-}
-
-template <typename T>
-struct Type;
-template <>
-struct Type<__nv_bfloat16> {
-  using Acc = float;
-  static constexpr DataType kDtype = DataType::kBFloat16;
-  static constexpr const char* kName = "bf16";
-  static constexpr double kEps = 0x1p-8;
-};
-template <>
-struct Type<__half> {
-  using Acc = float;
-  static constexpr DataType kDtype = DataType::kFloat16;
-  static constexpr const char* kName = "fp16";
-  static constexpr double kEps = 0x1p-11;
-};
-template <>
-struct Type<float> {
-  using Acc = float;
-  static constexpr DataType kDtype = DataType::kFloat32;
-  static constexpr const char* kName = "fp32";
-  static constexpr double kEps = 0x1p-22;
-};
-template <>
-struct Type<double> {
-  using Acc = double;
-  static constexpr DataType kDtype = DataType::kFloat64;
-  static constexpr const char* kName = "fp64";
-  static constexpr double kEps = 0x1p-49;
-};
-
-double to_double(__nv_bfloat16 x) {
-  return __bfloat162float(x);
-}
-double to_double(__half x) {
-  return __half2float(x);
-}
-double to_double(double x) {
-  return x;
-}
-template <typename T>
-T from_double(double x) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16(static_cast<float>(x));
-  if constexpr (std::is_same_v<T, __half>) return __float2half(static_cast<float>(x));
-  if constexpr (std::is_floating_point_v<T>) return static_cast<T>(x);
-}
-
-// A device array that owns its memory.
-template <typename T>
-struct Array {
-  T* data = nullptr;
-  explicit Array(size_t n) {
-    check_cuda(cudaMalloc(&data, std::max<size_t>(1, n) * sizeof(T)), "cudaMalloc");
-  }
-  explicit Array(const std::vector<T>& host) : Array(host.size()) {
-    check_cuda(cudaMemcpy(data, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice),
-               "cudaMemcpy");
-  }
-  ~Array() { cudaFree(data); }
-  Array(const Array&) = delete;
-  std::vector<T> host(size_t n) const {
-    std::vector<T> copy(n);
-    check_cuda(cudaMemcpy(copy.data(), data, n * sizeof(T), cudaMemcpyDeviceToHost), "cudaMemcpy");
-    return copy;
-  }
-};
 
 struct Case {
   int num_states;
@@ -199,12 +112,6 @@ void merge_on_device(const Case& c, const States<T>& in, bool vectorised, std::v
   for (Array<Acc>* x : lses) delete x;
 }
 
-bool agrees(double got, double right, double tolerance) {
-  if (std::isnan(right)) return std::isnan(got);
-  if (std::isinf(right)) return got == right;
-  return std::abs(got - right) <= tolerance;  // false for NaN
-}
-
 // One case against a loop in double.
 template <typename T>
 bool check_case(const Case& c, std::mt19937_64& random) {
@@ -286,19 +193,11 @@ bool check_type(std::mt19937_64& random) {
 template <typename T>
 void time_case(int num_states, int64_t heads, int64_t length, int64_t dim, bool heads_inside) {
   using Acc = typename Type<T>::Acc;
-  constexpr int kRepeats = 60;
   const int64_t rows = heads * length;
   const double bytes = (num_states + 1.0) * rows * (dim * sizeof(T) + sizeof(Acc));
-  const int sets = std::max(2, static_cast<int>(200e6 / bytes) + 1);
+  const int sets = rotating_sets(bytes);
   std::vector<MergeStatesParams> params(sets);
-  std::vector<void*> allocations;
-  const auto allocate = [&](size_t size) {
-    void* data;
-    check_cuda(cudaMalloc(&data, size), "cudaMalloc");
-    check_cuda(cudaMemset(data, 0x3c, size), "cudaMemset");
-    allocations.push_back(data);
-    return data;
-  };
+  Arena arena;
   for (MergeStatesParams& p : params) {
     p.shape.dtype = Type<T>::kDtype;
     p.shape.dim = dim;
@@ -307,35 +206,21 @@ void time_case(int num_states, int64_t heads, int64_t length, int64_t dim, bool 
     p.shape.size[2] = heads_inside ? length : rows;
     p.num_states = num_states;
     p.vectorised = dim * sizeof(T) % 16 == 0;
-    p.out = allocate(rows * dim * sizeof(T));
-    p.lse = allocate(rows * sizeof(Acc));
+    p.out = arena.take(rows * dim * sizeof(T));
+    p.lse = arena.take(rows * sizeof(Acc));
     for (int i = 0; i < num_states; ++i) {
       flashbpt::MergeState& state = p.states[i];
-      state.out = allocate(rows * dim * sizeof(T));
-      state.lse = allocate(rows * sizeof(Acc));
+      state.out = arena.take(rows * dim * sizeof(T));
+      state.lse = arena.take(rows * sizeof(Acc));
       state.out_stride[1] = dim, state.out_stride[2] = heads_inside ? heads * dim : dim;
       state.lse_stride[1] = length, state.lse_stride[2] = 1;
     }
   }
-  cudaEvent_t start, stop;
-  check_cuda(cudaEventCreate(&start), "cudaEventCreate");
-  check_cuda(cudaEventCreate(&stop), "cudaEventCreate");
-  std::vector<float> times;
-  for (int i = 0; i < kRepeats + 10; ++i) {
-    check_cuda(cudaEventRecord(start), "cudaEventRecord");
-    flashbpt::sm80::launch_merge_states(params[i % sets], nullptr);
-    check_cuda(cudaEventRecord(stop), "cudaEventRecord");
-    check_cuda(cudaEventSynchronize(stop), "merge_states");
-    float ms;
-    check_cuda(cudaEventElapsedTime(&ms, start, stop), "cudaEventElapsedTime");
-    if (i >= 10) times.push_back(ms);
-  }
-  std::sort(times.begin(), times.end());
-  const double seconds = times[times.size() / 2] * 1e-3;
+  const double seconds = median_seconds(
+      [&](int i) { flashbpt::sm80::launch_merge_states(params[i % sets], nullptr); });
   std::printf("%s  n %2d  rows %8lld%s  D %3d  %9.1f us  %7.1f MB  %.3f TB/s\n", Type<T>::kName,
               num_states, static_cast<long long>(rows), heads_inside ? " strided" : "        ",
               static_cast<int>(dim), seconds * 1e6, bytes * 1e-6, bytes / seconds * 1e-12);
-  for (void* data : allocations) cudaFree(data);
 }
 
 }  // namespace
