@@ -1,6 +1,8 @@
 // Elements of a row that travel together, as one load or store.
 #pragma once
 
+#include <type_traits>
+
 #include "element.h"
 
 namespace flashbpt::tile {
@@ -9,13 +11,23 @@ template <typename T, int kWidth, bool kPaired = sizeof(T) == 2 && kWidth % 2 ==
 struct alignas(sizeof(T) * kWidth) Vector {
   T x[kWidth];
 
-  __device__ auto get(int j) const { return Element<T>::to_float(x[j]); }
+  __device__ auto get(int j) const {
+    if constexpr (std::is_floating_point_v<T>)  // double stays double
+      return x[j];
+    else
+      return Element<T>::to_float(x[j]);
+  }
 
   template <typename Acc>
   static __device__ Vector round(const Acc* values) {
     Vector v;
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) v.x[j] = Element<T>::from_float(values[j]);
+    for (int j = 0; j < kWidth; ++j) {
+      if constexpr (std::is_floating_point_v<T>)
+        v.x[j] = values[j];
+      else
+        v.x[j] = Element<T>::from_float(values[j]);
+    }
     return v;
   }
 };

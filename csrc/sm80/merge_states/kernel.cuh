@@ -11,108 +11,33 @@
 // docs/merge_states.md
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include <type_traits>
 
+#include "../../tile/vector.h"
 #include "config.h"
 #include "launch.h"
 
 namespace flashbpt::sm80 {
 
-// An element type: its accumulation type, and conversions of one element and, where two share a
-// 32-bit register, of a pair.
 template <typename T>
-struct MergeElement;
-template <>
-struct MergeElement<__nv_bfloat16> {
-  using Acc = float;
-  static constexpr DataType kDtype = DataType::kBFloat16;
-  static __device__ float load(__nv_bfloat16 x) { return __bfloat162float(x); }
-  static __device__ float load_low(uint32_t pair) { return __uint_as_float(pair << 16); }
-  static __device__ float load_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
-  static __device__ __nv_bfloat16 store(float x) { return __float2bfloat16_rn(x); }
-  static __device__ uint32_t store_pair(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(pair);
-  }
-};
-template <>
-struct MergeElement<__half> {
-  using Acc = float;
-  static constexpr DataType kDtype = DataType::kFloat16;
-  static __device__ float load(__half x) { return __half2float(x); }
-  static __device__ float load_low(uint32_t pair) { return load(half_of(pair & 0xffffu)); }
-  static __device__ float load_high(uint32_t pair) { return load(half_of(pair >> 16)); }
-  static __device__ __half store(float x) { return __float2half_rn(x); }
-  static __device__ uint32_t store_pair(float low, float high) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(pair);
-  }
-  static __device__ __half half_of(uint32_t bits) {
-    return __ushort_as_half(static_cast<unsigned short>(bits));
-  }
-};
-template <>
-struct MergeElement<float> {
-  using Acc = float;
-  static constexpr DataType kDtype = DataType::kFloat32;
-  static __device__ float load(float x) { return x; }
-  static __device__ float store(float x) { return x; }
-};
-template <>
-struct MergeElement<double> {
-  using Acc = double;
-  static constexpr DataType kDtype = DataType::kFloat64;
-  static __device__ double load(double x) { return x; }
-  static __device__ double store(double x) { return x; }
-};
+using MergeAcc = std::conditional_t<sizeof(T) == 8, double, float>;
 
 // The row of config.h for an element type, as constants that device code may read.
 template <typename T>
 struct MergeNumbers {
-  static constexpr MergeStatesConfig kConfig = merge_states_config(MergeElement<T>::kDtype);
+  static constexpr MergeStatesConfig kConfig = [] {
+    if constexpr (sizeof(T) == 8)
+      return merge_states_config(DataType::kFloat64);
+    else
+      return merge_states_config(tile::Element<T>::kDtype);
+  }();
   static_assert(kConfig.element_bytes == sizeof(T));
-  static_assert(kConfig.accumulator_bytes == sizeof(typename MergeElement<T>::Acc));
+  static_assert(kConfig.accumulator_bytes == sizeof(MergeAcc<T>));
   static constexpr int kBlockThreads = kConfig.block_threads;
   static constexpr int kMinBlocks = kConfig.min_blocks;
   static constexpr int kInFlight = kConfig.states_in_flight;
   static constexpr int kVector = kConfig.vector_elements();
   static constexpr int kVectors = kConfig.thread_vectors;
-};
-
-// kWidth elements that travel together.
-template <typename T, int kWidth, bool kPaired = sizeof(T) == 2 && kWidth % 2 == 0>
-struct alignas(sizeof(T) * kWidth) MergeVector {
-  T x[kWidth];
-
-  __device__ auto get(int j) const { return MergeElement<T>::load(x[j]); }
-
-  template <typename Acc>
-  static __device__ MergeVector round(const Acc (&values)[kWidth]) {
-    MergeVector v;
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) v.x[j] = MergeElement<T>::store(values[j]);
-    return v;
-  }
-};
-// Pairs stay packed until they are used: taken apart at the load they would hold twice the
-// registers, and put together at the store they leave as one vector.
-template <typename T, int kWidth>
-struct alignas(sizeof(T) * kWidth) MergeVector<T, kWidth, true> {
-  uint32_t pairs[kWidth / 2];
-
-  __device__ float get(int j) const {
-    return j % 2 == 0 ? MergeElement<T>::load_low(pairs[j / 2])
-                      : MergeElement<T>::load_high(pairs[j / 2]);
-  }
-
-  static __device__ MergeVector round(const float (&values)[kWidth]) {
-    MergeVector v;
-#pragma unroll
-    for (int j = 0; j < kWidth; j += 2)
-      v.pairs[j / 2] = MergeElement<T>::store_pair(values[j], values[j + 1]);
-    return v;
-  }
 };
 
 struct MergeRow {
@@ -161,9 +86,9 @@ struct MergeColumns {
 // What one thread knows of its part of a row.
 template <typename Acc, int kWidth, int kPieces>
 struct MergeSums {
-  Acc m = -INFINITY;                            // largest LSE so far
-  Acc l = 0;                                    // sum of exp(lse_i - base())
-  MergeVector<Acc, kWidth> sums[kPieces] = {};  // sum of exp(lse_i - base()) out_i
+  Acc m = -INFINITY;                             // largest LSE so far
+  Acc l = 0;                                     // sum of exp(lse_i - base())
+  tile::Vector<Acc, kWidth> sums[kPieces] = {};  // sum of exp(lse_i - base()) out_i
 
   // m, or 0 where m is no number to subtract: rows that are empty so far sum to 0, and an infinite
   // LSE stays infinite.
@@ -188,9 +113,9 @@ struct MergeSums {
 template <typename T, int kWidth, int kPieces>
 __device__ void add_states(const MergeStatesParams& p, const MergeRow& row,
                            const MergeColumns<kWidth, kPieces>& columns,
-                           MergeSums<typename MergeElement<T>::Acc, kWidth, kPieces>& state) {
-  using Acc = typename MergeElement<T>::Acc;
-  using Vector = MergeVector<T, kWidth>;
+                           MergeSums<MergeAcc<T>, kWidth, kPieces>& state) {
+  using Acc = MergeAcc<T>;
+  using Vector = tile::Vector<T, kWidth>;
   constexpr int kInFlight = MergeNumbers<T>::kInFlight;
   for (int first = 0; first < p.num_states; first += kInFlight) {
     // Out rows are fetched before their weights are known: waiting for the LSE would double the
@@ -230,9 +155,9 @@ __device__ void add_states(const MergeStatesParams& p, const MergeRow& row,
 // One row, by the threads with the same threadIdx.y.
 template <typename T, int kWidth, int kPieces>
 __device__ void merge_row(const MergeStatesParams& p, int64_t r) {
-  using Acc = typename MergeElement<T>::Acc;
-  using Vector = MergeVector<T, kWidth>;
-  using Sums = MergeVector<Acc, kWidth>;
+  using Acc = MergeAcc<T>;
+  using Vector = tile::Vector<T, kWidth>;
+  using Sums = tile::Vector<Acc, kWidth>;
   const MergeRow row = split_row(r, p.shape);
   MergeColumns<kWidth, kPieces> columns{threadIdx.x * kWidth, static_cast<uint32_t>(p.shape.dim)};
   do {  // once at least: with D = 0 there is still an LSE
