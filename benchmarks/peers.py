@@ -1,8 +1,9 @@
-"""What flashbpt is measured against: one dictionary, name -> function.
+"""What flashbpt is measured against, name -> function.
 
-Every function takes (query, key, value, is_causal) with (batch, heads, length, dim) tensors and
-returns the output. A peer that cannot be imported is None here and `null` in the results; one that
-refuses a case raises RuntimeError, and is null in that row.
+Every function of PEERS takes (query, key, value, is_causal, attn_mask) with (batch, heads, length,
+dim) tensors and returns the output; one of VARLEN_PEERS takes packed (tokens, heads, dim) tensors,
+the offsets and lengths of queries and keys, and causal. A peer that cannot be imported is None here
+and `null` in the results; one that refuses a case raises RuntimeError, and is null in that row.
 """
 
 from collections.abc import Callable
@@ -10,24 +11,32 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
-Peer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+Peer = Callable[..., torch.Tensor]
 
 # Bound here, so that a patch put in place later does not measure flashbpt against itself.
 _SDPA = F.scaled_dot_product_attention
 
 
-def sdpa(query, key, value, is_causal=False):
+def sdpa(query, key, value, is_causal=False, attn_mask=None):
     """PyTorch's function with the backend that it chooses itself."""
-    return _SDPA(query, key, value, is_causal=is_causal)
+    return _SDPA(query, key, value, attn_mask=attn_mask, is_causal=is_causal)
 
 
 def _sdpa_with(backend: SDPBackend) -> Peer:
-    def peer(query, key, value, is_causal=False):
+    def peer(query, key, value, is_causal=False, attn_mask=None):
         with sdpa_kernel(backend):
-            return _SDPA(query, key, value, is_causal=is_causal)
+            return sdpa(query, key, value, is_causal, attn_mask)
 
     return peer
+
+
+def _varlen_fa2(
+    query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=False
+):
+    offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return varlen_attn(query, key, value, *offsets, window_size=(-1, 0 if causal else -1))
 
 
 def _cuda_only(peer: Peer) -> Peer | None:
@@ -41,3 +50,4 @@ PEERS: dict[str, Peer | None] = {
     "efficient": _cuda_only(_sdpa_with(SDPBackend.EFFICIENT_ATTENTION)),
     "cudnn": _cuda_only(_sdpa_with(SDPBackend.CUDNN_ATTENTION)),
 }
+VARLEN_PEERS: dict[str, Peer | None] = {"fa2": _cuda_only(_varlen_fa2)}

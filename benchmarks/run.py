@@ -1,15 +1,20 @@
 """Runs benchmark suites: flashbpt beside its peers, in one process.
 
-    python benchmarks/run.py --suite cpu --suite overhead [--out DIR] [--quick]
+    python benchmarks/run.py --suite dense --suite varlen [--out DIR] [--backend sm80]
+    python benchmarks/run.py --suite dense --only 'd 128 S (2048|8192) ' --only ' bwd$' --peer fa2
+    python benchmarks/run.py --quick
 
 Each suite prints a table, with the ratio to the best peer on every row (1 and more: as fast or
 faster), and writes one JSON object, {"header": {...}, "rows": [...]}, to
-DIR/<GPU or CPU>/<suite>.json; DIR is benchmarks/results if not given. --quick takes seconds, checks
-that everything runs and measures nothing worth keeping, so it writes only where --out says.
+DIR/<GPU or CPU>/<suite>.json; DIR is benchmarks/results if not given. What is not the whole suite
+writes only where --out says: --quick, which takes seconds, checks that everything runs and measures
+nothing worth keeping; --only, for the rows that match, as in
+"B8 H16 bfloat16 d 128 S 2048 causal fwd+bwd"; and --peer, for some of the peers.
 """
 
 import argparse
 import datetime
+import gc
 import importlib.util
 import platform
 import re
@@ -27,8 +32,22 @@ if importlib.util.find_spec("flashbpt") is None:  # not installed: the package o
     sys.path.insert(0, str(ROOT))
 
 from git_tree import git_tree  # noqa: E402
-from report import best_peer, describe, geometric_mean, ratio, table, write  # noqa: E402
+from options import Options  # noqa: E402
+from report import (  # noqa: E402
+    PEER_NAMES,
+    SELF_NAMES,
+    against_others,
+    best_peer,
+    describe,
+    geometric_mean,
+    ratio,
+    summary,
+    table,
+    write,
+)
 from suites import SUITES  # noqa: E402
+
+import flashbpt  # noqa: E402
 
 
 def header() -> dict:
@@ -69,9 +88,9 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def run_suite(name: str, quick: bool) -> list[dict]:
+def run_suite(name: str, options: Options) -> list[dict]:
     rows = []
-    for row in SUITES[name].rows(quick):
+    for row in SUITES[name].rows(options):
         rows.append({"suite": name, **row, "ratio": ratio(row)})
         if sys.stderr.isatty():
             line = f"{name}: {len(rows)} rows, {describe(row)}"
@@ -82,9 +101,11 @@ def run_suite(name: str, quick: bool) -> list[dict]:
 def print_results(name: str, rows: list[dict]) -> None:
     print(f"{name}: ratio = flashbpt's speed over the best peer's")
     print(table(rows))
+    compared = against_others(rows)
+    if compared:
+        print(summary(rows))
     for line in SUITES[name].verdict(rows):
         print(line)
-    compared = [row for row in rows if row["ratio"] is not None]
     if not compared:
         return
     mean = geometric_mean(row["ratio"] for row in compared)
@@ -98,19 +119,40 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--suite", action="append", choices=SUITES, help="default: all of them")
     parser.add_argument("--out", type=Path, help="where to write results")
     parser.add_argument("--quick", action="store_true", help="seconds; a check, no measurement")
+    parser.add_argument("--backend", default="auto", help="as flashbpt.use_backend takes it")
+    parser.add_argument("--fp16", action="store_true", help="rows in fp16 too, on CUDA")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        type=re.compile,
+        metavar="REGEX",
+        help="rows that match; several times: that match all",
+    )
+    parser.add_argument(
+        "--peer", action="append", choices=PEER_NAMES + SELF_NAMES, help="default: all of them"
+    )
     args = parser.parse_args(arguments)
-    out = args.out or (None if args.quick else HERE / "results")
-    for name in args.suite or SUITES:
-        torch.manual_seed(0)
-        rows = run_suite(name, args.quick)
-        if out is not None:
-            head = header()
-            path = out / slug(head["gpu"]) / f"{name}.json"
-            write(path, head, rows)
-        print_results(name, rows)
-        if out is not None:
-            print(f"written to {path}\n")
+    options = Options(quick=args.quick, fp16=args.fp16, only=args.only, peers=args.peer)
+    whole = not (args.quick or args.only or args.peer)
+    out = args.out or (HERE / "results" if whole else None)
+    with flashbpt.use_backend(args.backend):
+        for name in args.suite or SUITES:
+            torch.manual_seed(0)
+            rows = run_suite(name, options)
+            if not rows:
+                print(f"{name}: no rows; it needs a GPU, or --only matches none\n")
+                continue
+            path = None
+            if out is not None:
+                head = header()
+                path = out / slug(head["gpu"]) / f"{name}.json"
+                write(path, head, rows)
+            print_results(name, rows)
+            if path is not None:
+                print(f"written to {path}\n")
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what is imported stays: collections between the rows need not look at it
     main()

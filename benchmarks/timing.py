@@ -11,9 +11,9 @@ from `rotated`, larger together than the L2 cache, so that no call finds its inp
 """
 
 import contextlib
+import ctypes
 import gc
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
-# What the GPU spins before a sample, in clock cycles: a quarter of a millisecond, in which the host
-# enqueues some tens of launches.
-SPIN_CYCLES = 500_000
+# What the GPU spins before a sample, in clock cycles: half a millisecond, in which the host
+# enqueues a forward and a backward through autograd.
+SPIN_CYCLES = 1_000_000
+NVML_CLOCK_SM = 1
 
 
 @dataclass
@@ -44,13 +45,14 @@ def alternate(
 ) -> dict[str, float | None]:
     """Median seconds a call of each candidate, called as `candidate(*inputs[i])`, i rotating.
 
-    The first call of each is the warm-up and is not counted. A peer that refuses it, by a
-    RuntimeError, is None in the result; "flashbpt" may not refuse.
+    The first call of each with each of the inputs is the warm-up and is not counted. A peer that
+    refuses it, by a RuntimeError (also for want of memory), is None in the result; "flashbpt" may
+    not refuse.
     """
     sample = {"host": _sample_host, "events": _sample_events}[clock]
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     turn = _Turn(inputs)
-    order = [name for name in candidates if _accepts(name, candidates[name], turn)]
+    order = [name for name, function in candidates.items() if _accepts(name, function, inputs)]
     with _no_gc():
         started, rounds = time.perf_counter(), 0
         while rounds < budget.min_rounds or (
@@ -75,11 +77,10 @@ class _Turn:
         return taken
 
 
-def _accepts(name: str, function: Callable[..., Any], turn: _Turn) -> bool:
+def _accepts(name: str, function: Callable[..., Any], inputs: Sequence[tuple]) -> bool:
     try:
-        function(*turn.take(1)[0])
-    except torch.OutOfMemoryError:
-        raise
+        for one in inputs:
+            function(*one)
     except RuntimeError:
         if name == "flashbpt":
             raise
@@ -126,13 +127,24 @@ def rotated(make: Callable[[], tuple], device: str) -> list[tuple]:
         return [first]
     size = sum(t.numel() * t.element_size() for t in first if isinstance(t, torch.Tensor))
     l2 = torch.cuda.get_device_properties().L2_cache_size
-    return [first] + [make() for _ in range(min(64, 2 * l2 // max(size, 1) + 1))]
+    return [first] + [make() for _ in range(min(64, (2 * l2 - 1) // max(size, 1)))]
 
 
 def sm_mhz() -> int | None:
-    """The GPU's present SM clock, None where nvidia-smi does not say."""
-    command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "-i", "0"]
+    """The present SM clock of torch's GPU, None where NVML does not say.
+
+    By the library itself: nvidia-smi takes so long that the clock has changed.
+    """
+    gpu = torch.cuda.get_device_properties()
+    bus = f"{gpu.pci_domain_id:08x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0".encode()
+    handle, clock = ctypes.c_void_p(), ctypes.c_uint()
     try:
-        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    except (OSError, subprocess.CalledProcessError, ValueError):
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
         return None
+    errors = (
+        nvml.nvmlInit_v2()
+        or nvml.nvmlDeviceGetHandleByPciBusId_v2(bus, ctypes.byref(handle))
+        or nvml.nvmlDeviceGetClockInfo(handle, NVML_CLOCK_SM, ctypes.byref(clock))
+    )
+    return None if errors else clock.value

@@ -1,8 +1,10 @@
 """The benchmarks run, write what they promise, and compute their ratios the right way round."""
 
+import gc
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -114,14 +116,17 @@ def test_the_worst_row_is_printed_last(quick, suite):
         assert row["case"] in text
 
 
-def test_quick_alone_writes_nothing(bench, monkeypatch, capsys):
+def test_a_part_writes_nothing(bench, monkeypatch, capsys):
     run = bench("run")
     written = []
     monkeypatch.setattr(run, "write", lambda *args: written.append(args))
     monkeypatch.setattr(run, "SUITES", {"cpu": FakeSuite})
     run.main(["--quick"])
     assert not written and "worst row: 0.500 of sdpa" in capsys.readouterr().out
-    run.main([])  # without --quick: beside the sources, under the device's name
+    run.main(["--only", "c"])
+    run.main(["--peer", "fa2"])
+    assert not written  # nor a part
+    run.main([])  # the whole suite: beside the sources, under the device's name
     ((path, header, rows),) = written
     assert path == BENCHMARKS / "results" / run.slug(header["gpu"]) / "cpu.json"
     assert [row["ratio"] for row in rows] == [2.0, 0.5]
@@ -131,7 +136,7 @@ class FakeSuite:
     """Two rows, of which the second is the worse."""
 
     @staticmethod
-    def rows(quick):
+    def rows(options):
         shared = {"case": "c", "backend": "cpu", "dtype": "float32", "head_dim": 8, "seqlen": 8}
         shared |= {"causal": False, "direction": "fwd", "unit": "TFLOP/s", "sdpa": 1.0}
         yield {**shared, "flashbpt": 2.0}
@@ -140,6 +145,187 @@ class FakeSuite:
     @staticmethod
     def verdict(rows):
         return [f"{len(rows)} rows"]
+
+
+# ---- suites of CUDA: their cases, and that these run, on the CPU with substitutes for the peers
+
+
+CUDA_SUITES = ("dense", "varlen", "masks")
+
+
+def varlen_by_sdpa(q, k, v, cu_q, cu_k, max_q, max_k, causal=False):
+    sequences = zip(*(t.tensor_split(cu_q[1:-1].tolist()) for t in (q, k, v)))
+    heads_first = ([t.transpose(0, 1) for t in sequence] for sequence in sequences)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return torch.cat([sdpa(*s, is_causal=causal).transpose(0, 1) for s in heads_first])
+
+
+@pytest.fixture
+def cuda_peers(bench, monkeypatch):
+    """On one thread: no barriers to wait at on a busy machine."""
+    peers, threads = bench("peers"), torch.get_num_threads()
+    for name in ("fa2", "efficient", "cudnn"):
+        monkeypatch.setitem(peers.PEERS, name, peers.sdpa)
+    monkeypatch.setitem(peers.VARLEN_PEERS, "fa2", varlen_by_sdpa)
+    torch.set_num_threads(1)
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
+
+
+def options_of(bench, only=(), **kwargs):
+    return bench("options").Options(only=[re.compile(text) for text in only], **kwargs)
+
+
+def cases_of(bench, suite, **kwargs):
+    return list(bench(f"suites.{suite}").cases(options_of(bench, **kwargs)))
+
+
+def test_dense_cases(bench):
+    cases = cases_of(bench, "dense")
+    keys = [(c.dtype, c.head_dim, c.seqlen, c.causal, c.direction, c.tf32) for c in cases]
+    assert len(set(keys)) == len(keys) == 3 * 6 * 2 * 3 + 2 * 4 * 2 * 2 * 2
+    for case in cases:
+        batch, heads = (int(n) for n in re.match(r"B(\d+) H(\d+)", case.case).groups())
+        assert batch * case.seqlen == 16384 and heads * case.head_dim == 2048
+        whole = 4 * 16384 * case.seqlen * 2048
+        assert case.forward_flop == (whole / 2 if case.causal else whole)
+        assert case.kwargs == {"is_causal": case.causal}
+        half = case.dtype == torch.bfloat16
+        assert set(case.others) == (
+            {"fa2", "cudnn", "efficient"} if half else {"efficient", "math"}
+        )
+        assert (case.tf32 is None) == half
+    both = cases_of(bench, "dense", fp16=True)
+    assert len(both) == len(cases) + 108
+    assert sum(c.dtype == torch.float16 for c in both) == 108
+
+
+def test_varlen_cases(bench):
+    lengths = bench("suites.varlen").lengths()
+    assert {sum(seqlens) for seqlens in lengths.values()} == {32768}
+    assert set(lengths["all 512"]) == {512}
+    longest, *short = sorted(lengths["one long, many short"], reverse=True)
+    assert longest == 16384 and max(short) <= 512
+    assert lengths == bench("suites.varlen").lengths()  # the same in every run
+    cases = cases_of(bench, "varlen")
+    assert len(cases) == 2 * 4 * 2 * 3
+    for case in cases:
+        seqlens = lengths[case.case.split(":")[0]]
+        flop = sum(4 * 2048 * n * n for n in seqlens)
+        assert case.forward_flop == (flop / 2 if case.causal else flop)
+        assert case.seqlen == max(seqlens)
+        query, *_, longest = case.make("meta")
+        assert query.shape == (32768, 2048 // case.head_dim, case.head_dim)
+        assert longest == max(seqlens)
+
+
+def test_masks_cases(bench):
+    cases = cases_of(bench, "masks")
+    rows = [case.row() for case in cases]
+    names = {(row["case"], row["head_dim"], row["seqlen"], row["direction"]) for row in rows}
+    assert {(c.head_dim, c.seqlen) for c in cases} == {
+        (d, s) for d in (64, 128) for s in (2048, 8192)
+    }
+    by_other = {}
+    for case in cases:
+        ((other, _),) = case.others.items()
+        by_other.setdefault(other, []).append(case)
+        assert (case.forward_flop is not None) == (other == "efficient")
+        query, *_ = case.make("meta")
+        assert query.shape == (2, 2048 // case.head_dim, case.seqlen, case.head_dim)
+    counts = {"efficient": 3 * 8 + 4, "flag": 8, "unmasked": 8, "no_dropout": 4, "no_bias_grad": 4}
+    assert {other: len(held) for other, held in by_other.items()} == counts
+    assert len(names) == len(rows) - 8 - 4  # two rows of what runs against two others
+    for other, bar in {"flag": 1.25, "unmasked": 0.62, "no_dropout": 1.35}.items():
+        assert {case.extra["bar"] for case in by_other[other]} == {bar}
+
+
+@pytest.mark.parametrize("suite", CUDA_SUITES)
+def test_cuda_suites_run(bench, cuda_peers, suite):
+    """Every kind of row: measured, compared with its peers, complete, printable."""
+    report, measure = bench("report"), bench("attention_case").measure
+    options = options_of(bench, quick=True)
+    rows = list(measure(cases_of(bench, suite, quick=True), options, device="cpu"))
+    for row in rows:
+        row["ratio"] = report.ratio(row)
+        for key, kind in ROW.items():
+            assert isinstance({"suite": suite, **row}[key], kind), (key, row)
+        assert row["unit"] in report.HIGHER_IS_BETTER and row["ratio"] > 0
+    assert json.loads(json.dumps(rows)) == rows
+    text = report.table(rows)
+    for name in {name for row in rows for name in row if name in report.SELF_NAMES}:
+        assert name in text
+    for row in rows:
+        row["backend"] = "sm80"
+    verdict = "\n".join(bench(f"suites.{suite}").verdict(rows))
+    expected = {"dense": (6 + 4, 0), "varlen": (3, 0), "masks": (2, 7)}
+    assert (verdict.count("target:"), verdict.count("bar:")) == expected[suite]
+
+
+def test_directions_measure_what_they_say(bench):
+    """A backward alone runs no forward once it is measured, and a forward keeps no graph."""
+    case = next(c for c in cases_of(bench, "dense", quick=True) if c.direction == "bwd")
+    grad, *inputs = case.draw("cpu")
+    called = []
+
+    def attention(q, k, v):
+        called.append(torch.is_grad_enabled())
+        return q * k * v
+
+    call = bench("attention_case")._call
+    forward, backward, both = (call(attention, d, 3) for d in ("fwd", "bwd", "fwd+bwd"))
+    assert not forward(grad, *inputs)[0].requires_grad and called == [False]
+    dq, dk, dv = backward(grad, *inputs)
+    backward(grad, *inputs)
+    assert called == [False, True]
+    q, k, v = inputs
+    torch.testing.assert_close((dq, dk, dv), (grad * k * v, grad * q * v, grad * q * k))
+    out, *gradients = both(grad, *inputs)
+    assert called == [False, True, True] and out.requires_grad
+    torch.testing.assert_close(gradients, [dq, dk, dv])
+
+
+def test_a_wrong_result_is_no_measurement(bench, cuda_peers, monkeypatch):
+    monkeypatch.setitem(bench("peers").PEERS, "fa2", lambda q, k, v, is_causal: q)
+    measure = bench("attention_case").measure
+    options = options_of(bench, quick=True, peers=["fa2"])
+    with pytest.raises(AssertionError, match="flashbpt is [0-9.e+]+ from fa2 in .*'B2 H4'"):
+        next(measure(cases_of(bench, "dense", quick=True), options, device="cpu"))
+
+
+def test_fp32_rows_run_under_the_precision_setting_that_they_name(bench, cuda_peers, monkeypatch):
+    matmul = torch.backends.cuda.matmul
+    seen = []
+
+    def sdpa(q, k, v, is_causal):
+        seen.append(matmul.allow_tf32)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+
+    monkeypatch.setitem(bench("peers").PEERS, "math", sdpa)
+    former, matmul.allow_tf32 = matmul.allow_tf32, True
+    cases = [c for c in cases_of(bench, "dense", quick=True) if c.tf32 is not None][:2]
+    for case in cases:
+        seen.clear()
+        rows = list(bench("attention_case").measure([case], options_of(bench, quick=True), "cpu"))
+        assert set(seen) == {case.tf32} == {rows[0]["tf32"]}
+        assert matmul.allow_tf32 is True
+    matmul.allow_tf32 = former
+    assert {case.tf32 for case in cases} == {False, True}
+
+
+def test_only_and_peer_choose(bench, cuda_peers):
+    cases = cases_of(bench, "dense")
+    only = options_of(bench, [r"d (64|128) S (2048|8192) ", r" bwd$", "bfloat16"])
+    wanted = [case for case in cases if only.wants(case.row())]
+    assert len(wanted) == 2 * 2 * 2 and {case.direction for case in wanted} == {"bwd"}
+    options = options_of(bench, ["d 64 S 64 full fwd$"], quick=True, peers=["fa2"])
+    measure = bench("attention_case").measure
+    rows = list(measure(cases_of(bench, "dense", quick=True), options, device="cpu"))
+    assert [("fa2" in row, "cudnn" in row) for row in rows] == [(True, False)] + [
+        (False, False)
+    ] * 2
 
 
 # ---- ratios
@@ -165,13 +351,43 @@ def test_geometric_mean(bench):
     assert bench("report").geometric_mean([0.5, 2.0, 8.0]) == pytest.approx(2.0)
 
 
-def test_cpu_targets(bench):
-    cpu = bench("suites.cpu")
-    rows = [{"unit": "TFLOP/s", "flashbpt": f, "sdpa": 1.0} for f in (0.9, 0.9, 0.59)]
-    mean, worst = cpu.verdict(rows)
-    assert "MISSED" in mean and "MISSED" in worst and "1 of 3" in worst
-    mean, worst = cpu.verdict(rows[:2])
-    assert "met" in mean and "met" in worst
+def test_ratio_to_a_named_peer(bench):
+    report = bench("report")
+    row = {"unit": "us", "flashbpt": 4.0, "cudnn": 2.0, "fa2": 8.0, "efficient": None}
+    assert (report.ratio(row), report.ratio(row, "fa2")) == (0.5, 2.0)
+    assert report.ratio(row, "efficient") is None and report.ratio(row, "fa3") is None
+
+
+def test_targets(bench):
+    target = bench("report").target
+    assert target("t", [], mean=1.0) == []
+    (line,) = target("t", [0.9, 0.9, 0.59], mean=0.7, worst=0.6)
+    assert "3 rows" in line and "1 under it" in line and line.endswith("MISSED")
+    for mean, worst, end in [(0.79, 0.5, "MISSED"), (0.78, 0.5, ", met"), (0, 0, ", met")]:
+        (line,) = target("t", [0.9, 0.9, 0.59], mean, worst)
+        assert line.endswith(end)
+
+
+def test_bars(bench):
+    bar_line = bench("report").bar_line
+    assert bar_line("b", [], 1.0) == []
+    for bar, end in [(1.25, ", met"), (1.24, "MISSED"), (None, "worst 1.25")]:
+        (line,) = bar_line("b", [0.8, 1.25], bar)
+        assert "mean 1.00" in line and line.endswith(end)
+
+
+def test_summary_groups_rows_and_leaves_out_flashbpt_itself(bench):
+    shared = {"dtype": "float32", "head_dim": 64, "unit": "TFLOP/s", "direction": "fwd"}
+    rows = [
+        {**shared, "flashbpt": 2.0, "fa2": 1.0, "cudnn": 4.0},
+        {**shared, "flashbpt": 8.0, "fa2": 1.0, "cudnn": None},
+        {**shared, "flashbpt": 3.0, "fa2": 1.0, "tf32": True},
+        {**shared, "flashbpt": 9.0, "flag": 1.0, "bar": 1.25},
+    ]
+    head, first, second = bench("report").summary(rows).splitlines()
+    assert head.split()[-6:] == ["cudnn", "fa2", "best", "peer", "worst", "row"]
+    assert first.split() == "float32 64 fwd 2 0.5 4 2 0.5".split()
+    assert second.split() == "float32 TF32 64 fwd 1 - 3 3 3".split()
 
 
 # ---- timing
@@ -218,7 +434,7 @@ def test_inputs_rotate(bench):
     seen = []
     budget = timing.Budget(seconds=0.0, min_rounds=2, calls=2)
     timing.alternate({"flashbpt": seen.append}, budget, inputs=[(0,), (1,), (2,)])
-    assert seen == [0, 1, 2, 0, 1]
+    assert seen == [0, 1, 2] + [0, 1, 2, 0]  # the warm-up, then in turns
 
 
 def test_a_peer_may_refuse_and_flashbpt_may_not(bench):
@@ -231,6 +447,11 @@ def test_a_peer_may_refuse_and_flashbpt_may_not(bench):
     assert timing.alternate({"flashbpt": lambda: None, "fa3": refuse}, budget)["fa3"] is None
     with pytest.raises(NotImplementedError):
         timing.alternate({"flashbpt": refuse}, budget)
+
+
+@pytest.mark.gpu
+def test_the_clock_is_read(bench):
+    assert 100 < bench("timing").sm_mhz() < 5000
 
 
 def test_peers_are_functions_or_none_and_never_flashbpt(bench, monkeypatch):
@@ -252,7 +473,8 @@ def test_events_measure_the_gpu(bench):
     timing = bench("timing")
     inputs = timing.rotated(lambda: (torch.randn(1 << 22, device="cuda"),), "cuda")
     l2 = torch.cuda.get_device_properties().L2_cache_size
-    assert sum(t.numel() * t.element_size() for (t,) in inputs) >= 2 * l2
+    size = inputs[0][0].numel() * 4
+    assert 2 * l2 <= len(inputs) * size < 2 * l2 + size
     candidates = {
         "flashbpt": lambda x: x + 1,
         "sdpa": lambda x: (x + 1) + 1,
