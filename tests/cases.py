@@ -63,6 +63,11 @@ def draw(shape, dtype, device, size=1.0, mean=0.0):
     return (torch.randn(shape, dtype=torch.float64) * size + mean).to(dtype).to(device)
 
 
+def generator_state(device):
+    """The state of torch's default generator of a device."""
+    return (torch.cuda if device == "cuda" else torch).get_rng_state()
+
+
 def mask_shape(dims, case):
     full = {"b": case.batch, "h": case.heads, "q": case.lq, "k": case.full_lk, "1": 1}
     return tuple(full[letter] for letter in dims)

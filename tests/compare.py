@@ -12,11 +12,16 @@ import torch
 
 # Roundings of the result itself, in units of the dtype's eps times the largest value of the tensor.
 OUT_ULPS, GRAD_ULPS = 1.0, 2.0
-# A sum of n terms that cancel leaves this many eps of the accumulator's dtype times sqrt(n).
+# A sum of n terms that cancel leaves this many eps of the accumulator's dtype times sqrt(n), times
+# the size of the terms.
 ZERO_ULPS = 8.0
 # Without an additive mask the backward rebuilds weights as exp(score - lse): it carries the
 # rounding of a number as large as the LSE, which the plain softmax does not.
 LARGEST_LSE = 500.0
+# Of delta's own sum, and of the product it is taken from.
+DELTA_ULPS = 4.0
+# A gradient of fewer elements than MANY is compared with this many draws of a random error.
+MANY, SIGN_DRAWS = 256, 8
 # float64 has no coarser composition to be held against: the reference rounds as much as the rest.
 FLOAT64_FACTOR = 100.0
 
@@ -60,18 +65,21 @@ def largest(x):
     return float(x.abs().max()) if x.numel() else 0.0
 
 
-def atol_of(dtype, size, ulps, terms):
+def atol_of(dtype, size, ulps, terms, unit):
     total = accumulator(dtype)
-    zero = ZERO_ULPS * terms**0.5 * torch.finfo(total).eps
+    zero = ZERO_ULPS * terms**0.5 * torch.finfo(total).eps * max(unit, 1.0)
     factor = FLOAT64_FACTOR if dtype == torch.float64 else 1.0
     return factor * (ulps * torch.finfo(dtype).eps * size + zero)
 
 
-def assert_close(name, got, exact, plain=None, *, dtype=None, ulps=OUT_ULPS, noise=0.0, terms=16):
+def assert_close(
+    name, got, exact, plain=None, *, dtype=None, ulps=OUT_ULPS, noise=0.0, terms=16, unit=1.0
+):
     """|got - exact| <= 2 * (max |plain - exact| + noise) + atol; NaN and inf at the same places.
 
     dtype: the dtype whose rounding the result carries (default: got's); noise: an error to be
-    granted beside the plain composition's; terms: how many scores are summed into an element.
+    granted beside the plain composition's; terms: how many scores are summed into an element; unit:
+    their size, where it is above 1.
     """
     assert got is not None, f"{name}: got None"
     assert got.shape == exact.shape, (
@@ -84,7 +92,7 @@ def assert_close(name, got, exact, plain=None, *, dtype=None, ulps=OUT_ULPS, noi
     finite = torch.isfinite(exact)
     error = torch.where(finite, got - exact, torch.zeros_like(got)).abs()
     plain_error = 0.0 if plain is None else largest((plain - exact)[finite])
-    atol = atol_of(dtype, largest(exact), ulps, terms)
+    atol = atol_of(dtype, largest(exact), ulps, terms, unit)
     allowed = 2.0 * (plain_error + noise) + atol
     if error.numel() and float(error.max()) > allowed:
         at = torch.stack(torch.unravel_index(error.argmax(), error.shape))
@@ -173,21 +181,38 @@ def evaluate(fn, inputs, convert=None, **more):
 
 
 def rounding_of_delta(exact, inputs):
-    """{leaf: error} that comes from delta = rowsum(grad_out * out) with out rounded to its dtype.
+    """{leaf: error} that comes from delta = rowsum(grad_out * out), out rounded to its dtype and
+    the sum to the accumulator's.
 
-    An error e in delta is an error -P * e in dS, which is what a cotangent -e of the LSE gives.
+    An error e in delta is an error -P * e in dS, which is what a cotangent -e of the LSE gives. Its
+    sign is drawn, row by row. A leaf of few elements sums over many rows, where one draw may cancel
+    by chance: twice the root mean square of several stands for it.
     """
     out, lse, leaves = exact["graph"]
-    rounded = out.detach().to(inputs.dtype).double()
-    finite = torch.nan_to_num(
-        (inputs.grad_out.to(out) * (rounded - out.detach())).sum(-1), 0.0, 0.0, 0.0
-    )
     if not lse.requires_grad:
         return dict.fromkeys(leaves, 0.0)
-    gradients = torch.autograd.grad(lse, list(leaves.values()), finite, allow_unused=True)
-    return {
-        name: 0.0 if g is None else largest(g) for name, g in zip(leaves, gradients, strict=True)
-    }
+    value, grad_out = out.detach(), inputs.grad_out.to(out)
+    rounded = value.to(inputs.dtype).double() - value
+    eps = DELTA_ULPS * torch.finfo(accumulator(inputs.dtype)).eps
+    size = (grad_out * rounded).square().sum(-1).sqrt() + eps * (grad_out * value).abs().sum(-1)
+    size = torch.nan_to_num(size, 0.0, 0.0, 0.0)
+    draws = SIGN_DRAWS if min(x.numel() for x in leaves.values()) < MANY else 1
+    errors = {name: [] for name in leaves}
+    for _ in range(draws):
+        cotangent = size * torch.randn_like(size).sign()
+        gradients = torch.autograd.grad(
+            lse, list(leaves.values()), cotangent, allow_unused=True, retain_graph=True
+        )
+        for name, g in zip(leaves, gradients, strict=True):
+            if g is not None:
+                errors[name].append(torch.nan_to_num(g, 0.0, 0.0, 0.0))
+    return {name: noise_of(torch.stack(e)) if e else 0.0 for name, e in errors.items()}
+
+
+def noise_of(draws):
+    if draws[0].numel() >= MANY:
+        return largest(draws)
+    return 2.0 * largest(draws.square().mean(0).sqrt())
 
 
 def as_truth(x):
@@ -244,7 +269,7 @@ def check(inputs, fn=None, truth=reference.attention):
     noise = rounding_of_delta(exact, inputs) if inputs.grads else {}
     assert got["out"].dtype == low, f"output dtype {got['out'].dtype}, query {low}"
     assert got["lse"].dtype == accumulator(low), f"LSE dtype {got['lse'].dtype} for query {low}"
-    assert_close("out", got["out"], exact["out"], plain["out"])
+    assert_close("out", got["out"], exact["out"], plain["out"], unit=largest(exact["out"]))
     assert_close("lse", got["lse"], exact["lse"], plain["lse"])
     for name in inputs.grads:
         check_gradient(name, inputs, got, exact, plain, noise[name])

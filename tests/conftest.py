@@ -16,6 +16,8 @@ import torch
 
 from benchmarks.git_tree import git_tree
 
+# Where torch's deterministic algorithms are asked for, its own matrix products need this.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 SEED = int(os.environ.get("FLASHBPT_TEST_SEED") or int.from_bytes(os.urandom(4), "little"))
 DEVICES = ["cpu"] + (
     [pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else []
@@ -27,7 +29,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if path := config.getoption("--gpu-report"):
+    worker = getattr(config, "workerinput", None)  # of pytest-xdist; its reports come together
+    if worker:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // worker["workercount"]))
+    if (path := config.getoption("--gpu-report")) and not worker:
         if not torch.cuda.is_available():
             raise pytest.UsageError("--gpu-report needs a GPU, and torch sees none")
         config.pluginmanager.register(GpuReport(path), "gpu-report")
@@ -81,17 +86,44 @@ def seed(request):
     return value
 
 
+def cuda_or_skip():
+    import flashbpt
+
+    if flashbpt._C.build_info()["cuda"] is None:
+        pytest.skip("this build has no CUDA part")
+    return "cuda"
+
+
 @pytest.fixture(params=DEVICES)
 def device(request):
-    """ "cpu", and "cuda" where flashbpt has a kernel for it."""
-    if request.param == "cuda":
-        import flashbpt
+    """ "cpu", and "cuda" where there is a GPU."""
+    return cuda_or_skip() if request.param == "cuda" else request.param
 
-        x = torch.zeros(1, 1, 1, 8, device="cuda", dtype=torch.float16)
-        try:
-            choice = flashbpt.which_kernel(x, x, x)
-        except NotImplementedError:  # the ops have no CUDA side at all
-            pytest.skip("this build has no CUDA part")
-        if not choice:
-            pytest.skip(f"no attention kernel on the GPU: {choice}")
-    return request.param
+
+@pytest.fixture
+def cuda():
+    """The device of tests that are marked gpu."""
+    return cuda_or_skip()
+
+
+@pytest.fixture
+def big(cuda):
+    """big(gigabytes) skips where less is free; what the test held goes back when it ends."""
+
+    def need(gigabytes):
+        free = torch.cuda.mem_get_info()[0] / 2**30
+        if free < gigabytes:
+            pytest.skip(f"needs {gigabytes} GiB of free GPU memory, there are {free:.0f}")
+
+    yield need
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def small_rows(cuda):
+    """Kernels are chosen as where a block has 99 KB of shared memory (sm_86, sm_89, sm_120)."""
+    import flashbpt
+
+    flashbpt._C.limit_shared_memory(101376)
+    yield
+    flashbpt._C.limit_shared_memory(0)

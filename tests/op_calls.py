@@ -1,5 +1,9 @@
-"""The ops called by name, with the defaults that the public functions pass."""
+"""The ops called by name, with the defaults that the public functions pass; calls whose dropout
+mask is known beforehand.
+"""
 
+import philox
+import reference
 import torch
 
 import flashbpt  # noqa: F401 (registers the ops)
@@ -27,6 +31,42 @@ OPTIONS = {
     "diagonal": 0,
     "backend": 0,
 }
+
+
+def next_state(like, seed):
+    """The state that the next call after torch.manual_seed(seed) draws; the seed is set again
+    afterwards.
+    """
+    torch.manual_seed(seed)
+    state = torch.ops.flashbpt.draw_rng_state(like, 4)
+    torch.manual_seed(seed)
+    return state.tolist()
+
+
+def with_dropout(inputs, p, fn, seed=77):
+    """Gives the inputs dropout p and the reference the mask of it; returns fn drawing that mask."""
+    x = inputs.view(inputs.leaves)
+    q, k, options = x["query"], x["key"], inputs.options
+    state = next_state(q, seed)
+    if "cu_seqlens_q" in options:
+        spans_q = reference.spans(options["cu_seqlens_q"])
+        spans_k = reference.spans(options.get("cu_seqlens_k", options["cu_seqlens_q"]))
+        heads = q.size(1)
+        keep = [
+            torch.from_numpy(
+                philox.keep_mask(state, p, (1, heads, b - a, d - c), (i, 0, 0, 0, heads))
+            )[0]
+            for i, ((a, b), (c, d)) in enumerate(zip(spans_q, spans_k, strict=True))
+        ]
+    else:
+        keep = torch.from_numpy(philox.keep_mask(state, p, (*q.shape[:3], k.size(2))))
+    options["dropout_p"], inputs.reference_options["keep"] = p, keep
+
+    def seeded(*args, **kwargs):
+        torch.manual_seed(seed)
+        return fn(*args, **kwargs)
+
+    return seeded
 
 
 def forward(**arguments):

