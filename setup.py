@@ -29,6 +29,10 @@ CPP_SOURCES = [
     "csrc/module.cpp",
     "csrc/attention.cpp",
     "csrc/attention_call.cpp",
+    "csrc/attention_cpu.cpp",
+    "csrc/attention_sm80.cpp",
+    "csrc/aten/attention.cpp",
+    "csrc/dropout.cpp",
     "csrc/merge_states.cpp",
     "csrc/cpu/attention_forward.cpp",
     "csrc/cpu/attention_backward.cpp",
@@ -37,7 +41,14 @@ CPP_SOURCES = [
     "csrc/cpu/dropout_mask.cpp",
     "csrc/cpu/merge_states.cpp",
 ]
-CUDA_SOURCES = ["csrc/sm80/merge_states/launch.cu"]
+CUDA_SOURCES = [
+    "csrc/sm80/attn_bwd_finish/launch.cu",
+    "csrc/sm80/attn_bwd_prepare/launch.cu",
+    "csrc/sm80/dropout_mask/launch.cu",
+    "csrc/sm80/mask_tiles/launch.cu",
+    "csrc/sm80/merge_states/launch.cu",
+    "csrc/sm80/rng_state/launch.cu",
+]
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall"]
 NVCC_FLAGS = ["-O3", "--std=c++20", "--expt-relaxed-constexpr", "-lineinfo"]
 NVCC_FLAGS += ["-Xptxas=-v", "-Xcompiler=-fPIC", "-Icsrc"]

@@ -91,8 +91,8 @@ void set_rng_state(AttentionParams& params, const OptionalTensor& rng_state,
 
 AttentionCall::AttentionCall(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                              const AttentionOptions& options)
-    : options(options), q_(q), k_(k), acc_(accumulation_dtype(q.scalar_type())) {
-  check_tensors(v);
+    : options(options), q(q), k(k), v(v), acc(accumulation_dtype(q.scalar_type())) {
+  check_tensors();
   AttentionParams& p = params;
   const bool packed = given(options.cu_seqlens_q);
   if (packed) check_cu_seqlens_tensor("cu_seqlens_q", *options.cu_seqlens_q);
@@ -142,35 +142,34 @@ AttentionCall::AttentionCall(const at::Tensor& q, const at::Tensor& k, const at:
   set_sinks_and_slopes();
 }
 
-void AttentionCall::check_tensors(const at::Tensor& v) const {
+void AttentionCall::check_tensors() const {
   const int64_t rank = given(options.cu_seqlens_q) ? 3 : 4;
-  TORCH_CHECK(q_.dim() == rank && k_.dim() == rank && v.dim() == rank,
+  TORCH_CHECK(q.dim() == rank && k.dim() == rank && v.dim() == rank,
               "flashbpt: query, key and "
               "value must be ",
               rank == 3 ? "(tokens, heads, dim)" : "(batch, heads, length, dim)", ", got ",
-              q_.sizes(), ", ", k_.sizes(), " and ", v.sizes());
+              q.sizes(), ", ", k.sizes(), " and ", v.sizes());
   TORCH_CHECK(
-      q_.scalar_type() == k_.scalar_type() && q_.scalar_type() == v.scalar_type(),
+      q.scalar_type() == k.scalar_type() && q.scalar_type() == v.scalar_type(),
       "flashbpt: Expected query, key, and value to have the same dtype, but got query.dtype: ",
-      q_.scalar_type(), " key.dtype: ", k_.scalar_type(), " and value.dtype: ", v.scalar_type(),
+      q.scalar_type(), " key.dtype: ", k.scalar_type(), " and value.dtype: ", v.scalar_type(),
       " instead.");
-  check_floating("query", q_, q_);
-  check_same_device("key", k_, q_);
-  check_same_device("value", v, q_);
-  TORCH_CHECK(q_.size(-1) == k_.size(-1),
-              "flashbpt: query and key must have the same head dim, got ", q_.size(-1), " and ",
-              k_.size(-1));
+  check_floating("query", q, q);
+  check_same_device("key", k, q);
+  check_same_device("value", v, q);
+  TORCH_CHECK(q.size(-1) == k.size(-1), "flashbpt: query and key must have the same head dim, got ",
+              q.size(-1), " and ", k.size(-1));
   const int64_t rows = rank == 3 ? 0 : 2;
-  TORCH_CHECK(k_.size(rows) == v.size(rows),
-              "flashbpt: key and value must have the same length, got ", k_.size(rows), " and ",
+  TORCH_CHECK(k.size(rows) == v.size(rows),
+              "flashbpt: key and value must have the same length, got ", k.size(rows), " and ",
               v.size(rows));
-  TORCH_CHECK(k_.size(1) == v.size(1),
+  TORCH_CHECK(k.size(1) == v.size(1),
               "flashbpt: key and value must have the same number of heads, "
               "got ",
-              k_.size(1), " and ", v.size(1));
-  TORCH_CHECK(rank == 3 || (q_.size(0) == k_.size(0) && q_.size(0) == v.size(0)),
-              "flashbpt: query, key and value must have the same batch size, got ", q_.size(0),
-              ", ", k_.size(0), " and ", v.size(0));
+              k.size(1), " and ", v.size(1));
+  TORCH_CHECK(rank == 3 || (q.size(0) == k.size(0) && q.size(0) == v.size(0)),
+              "flashbpt: query, key and value must have the same batch size, got ", q.size(0), ", ",
+              k.size(0), " and ", v.size(0));
 }
 
 void AttentionCall::set_sequences() {
@@ -178,8 +177,8 @@ void AttentionCall::set_sequences() {
   at::Tensor& cu_q = *options.cu_seqlens_q;
   at::Tensor& cu_k = *options.cu_seqlens_k;
   check_cu_seqlens_tensor("cu_seqlens_k", cu_k);
-  check_same_device("cu_seqlens_q", cu_q, q_);
-  check_same_device("cu_seqlens_k", cu_k, q_);
+  check_same_device("cu_seqlens_q", cu_q, q);
+  check_same_device("cu_seqlens_k", cu_k, q);
   TORCH_CHECK(cu_q.size(0) == cu_k.size(0),
               "flashbpt: cu_seqlens_q and cu_seqlens_k must name the "
               "same number of sequences, got ",
@@ -195,10 +194,10 @@ void AttentionCall::set_sequences() {
   }
   cu_q = cu_q.contiguous();
   cu_k = cu_k.contiguous();
-  if (q_.is_cpu()) {
+  if (q.is_cpu()) {
     // q may be a block of the rows that cu_seqlens_q describes.
     check_values("cu_seqlens_q", cu_q, INT64_MAX);
-    check_values("cu_seqlens_k", cu_k, k_.size(0));
+    check_values("cu_seqlens_k", cu_k, k.size(0));
   }
   params.cu_seqlens_q = cu_q.data_ptr();
   params.cu_seqlens_k = cu_k.data_ptr();
@@ -206,8 +205,8 @@ void AttentionCall::set_sequences() {
 }
 
 void AttentionCall::prepare_launch() {
-  set_rng_state(params, options.rng_state, q_);
-  if (packed() && params.dropout_threshold > 0 && q_.is_cpu()) check_packed_block();
+  set_rng_state(params, options.rng_state, q);
+  if (packed() && params.dropout_threshold > 0 && q.is_cpu()) check_packed_block();
 }
 
 // A block of packed rows may cut a sequence only where the words of dropout start anew.
@@ -226,13 +225,13 @@ void AttentionCall::check_packed_block() const {
 
 void AttentionCall::set_mask() {
   const at::Tensor& mask = *options.mask;
-  check_same_device("attn_mask", mask, q_);
+  check_same_device("attn_mask", mask, q);
   const at::ScalarType t = mask.scalar_type();
-  TORCH_CHECK(t == at::kBool || t == at::kFloat || t == q_.scalar_type(),
+  TORCH_CHECK(t == at::kBool || t == at::kFloat || t == q.scalar_type(),
               "flashbpt: Expected "
               "attn_mask dtype to be bool or float or to match query dtype, but got "
               "attn_mask.dtype: ",
-              t, " and query.dtype: ", q_.scalar_type(), " instead.");
+              t, " and query.dtype: ", q.scalar_type(), " instead.");
   const AttentionParams& p = params;
   const std::array<int64_t, 4> full{p.batch, p.heads_q, p.len_q, p.len_k};
   bool fits = mask.dim() == 4;
@@ -247,29 +246,38 @@ void AttentionCall::set_mask() {
 void AttentionCall::set_sinks_and_slopes() {
   AttentionParams& p = params;
   if (given(options.sinks)) {
-    check_floating("sinks", *options.sinks, q_);
+    check_floating("sinks", *options.sinks, q);
     TORCH_CHECK(options.sinks->dim() == 1 && options.sinks->size(0) == p.heads_q,
                 "flashbpt: sinks "
                 "must hold one logit a query head, (",
                 p.heads_q, ",), got shape ", options.sinks->sizes());
-    sinks_ = options.sinks->to(acc_).contiguous();
-    p.sinks = {sinks_.data_ptr(), data_type(acc_), 0, 1, 0, 0};
+    sinks = options.sinks->to(acc).contiguous();
+    p.sinks = {sinks.data_ptr(), data_type(acc), 0, 1, 0, 0};
   }
   if (given(options.alibi_slopes)) {
-    const at::Tensor& slopes = *options.alibi_slopes;
-    check_floating("alibi_slopes", slopes, q_);
-    const bool per_batch = slopes.dim() == 2;
-    TORCH_CHECK((slopes.dim() == 1 || (per_batch && slopes.size(0) == p.batch)) &&
-                    slopes.size(-1) == p.heads_q,
+    const at::Tensor& t = *options.alibi_slopes;
+    check_floating("alibi_slopes", t, q);
+    const bool per_batch = t.dim() == 2;
+    TORCH_CHECK((t.dim() == 1 || (per_batch && t.size(0) == p.batch)) && t.size(-1) == p.heads_q,
                 "flashbpt: alibi_slopes must be (", p.heads_q, ",) or (", p.batch, ", ", p.heads_q,
-                "), got shape ", slopes.sizes());
-    slopes_ = slopes.to(acc_).contiguous();
-    p.alibi = {slopes_.data_ptr(), data_type(acc_), per_batch ? p.heads_q : 0, 1, 0, 0};
+                "), got shape ", t.sizes());
+    slopes = t.to(acc).contiguous();
+    p.alibi = {slopes.data_ptr(), data_type(acc), per_batch ? p.heads_q : 0, 1, 0, 0};
   }
+}
+
+bool AttentionCall::has_empty_dimension() const {
+  const AttentionParams& p = params;
+  return p.batch == 0 || p.heads_q == 0 || p.len_q == 0 || (p.len_k == 0 && !packed()) ||
+         p.dim == 0 || p.dim_v == 0;
 }
 
 bool AttentionCall::has_additive_mask() const {
   return given(options.mask) && options.mask->scalar_type() != at::kBool;
+}
+
+bool AttentionCall::has_boolean_mask() const {
+  return given(options.mask) && options.mask->scalar_type() == at::kBool;
 }
 
 bool AttentionCall::has_sinks() const {
@@ -294,47 +302,29 @@ TensorView AttentionCall::lse_view(const at::Tensor& t) const {
 
 void AttentionCall::check_saved(const at::Tensor& grad_out, const OptionalTensor& grad_lse,
                                 const AttentionSaved& saved) const {
-  std::vector<int64_t> out = q_.sizes().vec();
+  std::vector<int64_t> out = q.sizes().vec();
   out.back() = params.dim_v;
   const std::vector<int64_t> lse(out.begin(), out.end() - 1);
   const auto check = [&](const char* name, const at::Tensor& t, at::IntArrayRef sizes,
                          at::ScalarType dtype) {
-    check_same_device(name, t, q_);
+    check_same_device(name, t, q);
     TORCH_CHECK(t.sizes() == sizes && t.scalar_type() == dtype, "flashbpt: ", name, " must be ",
                 dtype, " of shape ", sizes, ", got ", t.scalar_type(), " of shape ", t.sizes());
   };
-  check("grad_out", grad_out, out, q_.scalar_type());
-  check("out", saved.out, out, q_.scalar_type());
-  check("lse", saved.lse, lse, acc_);
-  if (given(grad_lse)) check("grad_lse", *grad_lse, lse, acc_);
-  if (given(saved.lse_lo) && saved.lse_lo->numel() > 0) check("lse_lo", *saved.lse_lo, lse, acc_);
+  check("grad_out", grad_out, out, q.scalar_type());
+  check("out", saved.out, out, q.scalar_type());
+  check("lse", saved.lse, lse, acc);
+  if (given(grad_lse)) check("grad_lse", *grad_lse, lse, acc);
+  if (given(saved.lse_lo) && saved.lse_lo->numel() > 0) check("lse_lo", *saved.lse_lo, lse, acc);
 }
 
 void AttentionCall::check_accumulator(const char* name, const at::Tensor& t,
                                       const at::Tensor& like) const {
-  check_same_device(name, t, q_);
+  check_same_device(name, t, q);
   at::assert_no_internal_overlap(t);
   at::assert_no_overlap(t, like);
-  TORCH_CHECK(t.sizes() == like.sizes() && t.scalar_type() == acc_, "flashbpt: ", name, " must be ",
-              acc_, " of shape ", like.sizes(), ", got ", t.scalar_type(), " of shape ", t.sizes());
-}
-
-const char* AttentionCall::refusal(Backend backend) const {
-  const auto forced = static_cast<Backend>(options.backend);
-  if (forced != Backend::kAuto && forced != backend) return "use_backend forces another one";
-  if (backend == Backend::kCpu) return q_.is_cpu() ? nullptr : "the tensors are not on the CPU";
-  return q_.is_cuda() ? "this build has no such attention kernel" : "the tensors are not on a GPU";
-}
-
-Backend AttentionCall::choose() const {
-  for (const auto& [backend, name] : kBackends) {
-    if (!refusal(backend)) return backend;
-  }
-  std::string reasons;
-  for (const auto& [backend, name] : kBackends) {
-    reasons += std::string(reasons.empty() ? "" : "; ") + name + ": " + refusal(backend);
-  }
-  TORCH_CHECK(false, "flashbpt: no kernel serves this call on ", q_.device(), " (", reasons, ")");
+  TORCH_CHECK(t.sizes() == like.sizes() && t.scalar_type() == acc, "flashbpt: ", name, " must be ",
+              acc, " of shape ", like.sizes(), ", got ", t.scalar_type(), " of shape ", t.sizes());
 }
 
 at::Tensor check_cu_seqlens(const at::Tensor& cu_seqlens, int64_t tokens, c10::string_view name) {

@@ -9,17 +9,6 @@
 
 namespace flashbpt {
 
-// The numbers that `use_backend` passes through the ops.
-enum class Backend : int64_t { kAuto = 0, kCpu = 1, kSm80 = 2, kSm90 = 3 };
-
-// In the order in which a call tries them.
-struct BackendName {
-  Backend backend;
-  const char* name;
-};
-constexpr BackendName kBackends[] = {
-    {Backend::kSm90, "sm90"}, {Backend::kSm80, "sm80"}, {Backend::kCpu, "cpu"}};
-
 // Strides 0 where a dimension has size 1. t: [batch, heads, rows, cols]
 TensorView broadcast_view(const at::Tensor& t);
 
@@ -38,13 +27,12 @@ class AttentionCall {
 
   // What a kernel needs beyond the checks: dropout's state, sequences that blocks cut at words.
   void prepare_launch();
-  // Why a backend does not serve this call; null where it does.
-  const char* refusal(Backend backend) const;
-  // The first backend that serves the call; throws with the reasons where there is none.
-  Backend choose() const;
   bool packed() const { return params.packed(); }
+  // No score, or nothing to sum: not worth a kernel. (Packed sequences may be empty one by one.)
+  bool has_empty_dimension() const;
   // Also where the tensor has no elements, and so no data that params could show.
   bool has_additive_mask() const;
+  bool has_boolean_mask() const;
   bool has_sinks() const;
   bool has_alibi() const;
 
@@ -59,17 +47,16 @@ class AttentionCall {
 
   AttentionParams params;
   AttentionOptions options;
+  at::Tensor q, k, v;
+  at::Tensor sinks, slopes;  // in the accumulation type, contiguous; undefined where not given
+  at::ScalarType acc;        // the accumulation type
 
  private:
-  void check_tensors(const at::Tensor& v) const;
+  void check_tensors() const;
   void set_mask();
   void set_sinks_and_slopes();
   void set_sequences();
   void check_packed_block() const;
-
-  at::Tensor q_, k_;
-  at::Tensor sinks_, slopes_;  // in the accumulation type
-  at::ScalarType acc_;
 };
 
 }  // namespace flashbpt

@@ -37,6 +37,11 @@ inline DataType data_type(at::ScalarType t) {
   }
 }
 
+// The CUDA kernels read and write rows whose columns lie side by side.
+inline bool has_unit_columns(const at::Tensor& t) {
+  return t.size(-1) <= 1 || t.stride(-1) == 1;
+}
+
 inline void check_same_device(const char* name, const at::Tensor& t, const at::Tensor& query) {
   TORCH_CHECK(t.device() == query.device(),
               "flashbpt: Expected query, key, value and all other "

@@ -4,6 +4,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include "attention_backends.h"
+
 #ifdef FLASHBPT_WITH_CUDA
 #include <cuda_runtime_api.h>
 
@@ -58,4 +60,6 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "kernels", &flashbpt::kernels,
       "The CUDA kernels of this build: a list of dicts with name, backend and tile configuration.");
+  m.def("limit_shared_memory", &flashbpt::limit_shared_memory, "bytes"_a,
+        "For tests: choose kernels as on a GPU with so much shared memory a block; 0: no limit.");
 }

@@ -151,3 +151,14 @@ def flatten_mask(mask, batch):
             f"dimensions {tuple(batch)} of the scores"
         ) from None
     return mask.reshape(math.prod(batch), *mask.shape[-3:])
+
+
+def without_expansion(mask, scores):
+    """A mask with size 1 where it was expanded (stride 0) to a size of `scores`, its full shape.
+
+    The kernels broadcast themselves, and look at what is repeated once.
+    """
+    for d, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
+        if stride == 0 and 1 < size == scores[d]:
+            mask = mask.narrow(d, 0, 1)
+    return mask

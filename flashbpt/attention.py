@@ -11,6 +11,7 @@ from flashbpt.arguments import (
     mask_to_four_dims,
     to_four_dims,
     window_limits,
+    without_expansion,
 )
 from flashbpt.backend import _State
 
@@ -63,7 +64,9 @@ def attention(
         causal_align: "upper-left" or "lower-right".
         return_lse: also return the log-sum-exp of the scores.
         deterministic: True for gradients that are bitwise equal over runs, False for the faster
-            backward, None to follow torch.use_deterministic_algorithms. The CPU always is.
+            backward, None to follow torch.use_deterministic_algorithms. On a GPU the faster one
+            adds up the query's gradient (and, for few heads, key's and value's) in whatever order
+            blocks finish; the other gives them turns. The CPU is deterministic always.
 
     Returns:
         (..., Hq, Lq, Dv) in query's dtype and stride order; with return_lse a pair with the LSE
@@ -72,6 +75,14 @@ def attention(
 
     Gradients flow to query, key, value, an additive mask (summed to its own shape), sinks and
     alibi_slopes, and through the returned LSE. There is no double backward.
+
+    Precision: sums are kept in fp32 (fp64 for fp64). fp32 on a GPU has fp32's accuracy, or single
+    TF32 products where torch allows them for matrix products (set_float32_matmul_precision,
+    torch.backends.cuda.matmul) when the forward or the backward runs.
+
+    Memory: nothing of the size Lq * Lk is kept. On a GPU the backward takes query's gradient in
+    fp32, and for the gradient of a mask one fp32 tensor of the mask's shape. fp64 on a GPU, for
+    gradcheck, holds all scores.
 
     Raises:
         RuntimeError: for shapes, dtypes, devices and values that are not allowed, in a sentence,
@@ -134,6 +145,8 @@ def prepare_attention(
         query, key, value, attn_mask = to_four_dims(query, key, value, attn_mask, enable_gqa)
     if attn_mask is not None and attn_mask.dim() != 4:
         attn_mask = mask_to_four_dims(attn_mask, query.dim())
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = without_expansion(attn_mask, (*query.shape[:3], key.shape[2]))
     if causal_align == UPPER_LEFT:
         diagonal = 0
     elif causal_align == LOWER_RIGHT:
@@ -359,7 +372,10 @@ def _attention_forward_fake(q, k, v, mask, *rest):
     out = empty_in_stride_order(q, (*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
     lse_lo = torch.empty_like(lse) if is_additive(mask) else lse.new_empty(0)
-    return out, lse, lse_lo, q.new_empty(0, dtype=torch.uint8)
+    tiles = 0  # as MaskTiles in csrc/sm80/attn_params.h says
+    if mask is not None and mask.dtype == torch.bool and q.device.type == "cuda":
+        tiles = (*mask.shape[:2], (mask.shape[2] + 63) // 64, (mask.shape[3] + 15) // 16)
+    return out, lse, lse_lo, q.new_empty(tiles, dtype=torch.uint8)
 
 
 def backward_fake(saved, options, need, *accumulators):

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-BACKENDS = {"auto": 0, "cpu": 1, "sm80": 2, "sm90": 3}  # the numbers that the ops take
+# The numbers that the ops take.
+BACKENDS = {"auto": 0, "cpu": 1, "sm80": 2, "sm90": 3, "aten": 4}
 
 
 class _State:
@@ -13,7 +14,12 @@ class _State:
 
 
 class use_backend:
-    """Serve every call of this process by one backend: "auto", "cpu", "sm80" or "sm90".
+    """Serve every call of this process by one backend.
+
+    "auto" takes the first that serves a call: "sm90" (kernels for Hopper), "sm80" (kernels for
+    every GPU of compute capability 8.0 or newer; fp32, bf16, fp16, head dims up to 512), "aten"
+    (PyTorch operations over all scores in memory: fp64 on a GPU, for gradcheck), "cpu". By name,
+    "aten" serves any dtype on any device.
 
     Takes effect at once; as a context manager, which may be entered again, it puts the former
     setting back at the end. A backward follows the setting of its forward. A backend that cannot
@@ -54,17 +60,19 @@ def set_debug_checks(on):
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """What `which_kernel` found: the kernel's name, and why the faster ones were refused."""
+    """What `which_kernel` found: the backend, and why the faster ones were refused."""
 
     kernel: str | None
     refused: dict[str, str]
+    config: str | None = None  # of a CUDA kernel: which of `flashbpt._C.kernels()`, by name
 
     def __bool__(self):
         return self.kernel is not None
 
     def __str__(self):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.refused.items())
-        return f"{self.kernel} ({reasons})" if reasons else str(self.kernel)
+        name = f"{self.kernel} {self.config}" if self.config else str(self.kernel)
+        return f"{name} ({reasons})" if reasons else name
 
 
 def which_kernel(*args, op="attention", backward=False, **kwargs):
@@ -74,8 +82,8 @@ def which_kernel(*args, op="attention", backward=False, **kwargs):
     runs nothing. `backward=True` asks for the kernel of the backward.
 
     Returns a KernelChoice: `kernel` is None where no kernel serves the call, `refused` maps each
-    other backend, fastest first, to the reason. Raises what the function itself would raise for
-    malformed arguments.
+    other backend, fastest first, to the reason, `config` names the tile configuration. Raises what
+    the function itself would raise for malformed arguments.
     """
     from flashbpt.attention import prepare_attention
     from flashbpt.varlen import prepare_varlen
@@ -90,6 +98,7 @@ def which_kernel(*args, op="attention", backward=False, **kwargs):
         arguments, _ = arguments
     with torch.no_grad():
         text = torch.ops.flashbpt.attention_kernel.default(*arguments, backward)
-    name, *lines = text.split("\n")
+    first, *lines = text.split("\n")
+    name, _, config = first.partition(" ")
     refused = dict(line.split(": ", 1) for line in lines)
-    return KernelChoice(None if name == "none" else name, refused)
+    return KernelChoice(None if name == "none" else name, refused, config or None)

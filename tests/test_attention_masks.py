@@ -245,6 +245,20 @@ def test_true_mask_changes_nothing(device):
         torch.testing.assert_close(flashbpt.attention(**inputs.leaves, attn_mask=mask), plain)
 
 
+@pytest.mark.parametrize("kind", ["bool", "fp32"])
+def test_expanded_masks_are_broadcast(device, kind):
+    """A mask that repeats memory is that mask; one that does not fit the scores is refused."""
+    inputs = make(Case(lq=37, lk=50, heads=4, mask=f"{kind}:b11k"), device, grads=False)
+    usual = flashbpt.attention(**inputs.leaves)
+    mask = inputs.leaves["attn_mask"]
+    inputs.leaves["attn_mask"] = mask.expand(2, 4, 37, 50)
+    torch.testing.assert_close(flashbpt.attention(**inputs.leaves), usual)
+    for shape in ((2, 3, 37, 50), (2, 4, 36, 50)):
+        inputs.leaves["attn_mask"] = mask.expand(shape)
+        with pytest.raises(RuntimeError, match="does not broadcast"):
+            flashbpt.attention(**inputs.leaves)
+
+
 @pytest.mark.parametrize(
     "view", [lambda m: m, lambda m: m[:, None], lambda m: m[:, None, None]], ids=["3d", "4d", "5d"]
 )

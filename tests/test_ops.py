@@ -200,6 +200,19 @@ def test_fakes_have_the_strides_of_the_real_thing(device, layout, function):
             assert describe(a) == describe(b), f"result {i}, dim_v {dim_v}"
 
 
+@pytest.mark.parametrize("dims", [(2, 4, 130, 33), (1, 1, 1, 33), (2, 1, 130, 1), (1, 4, 64, 16)])
+def test_fake_pieces_of_a_boolean_mask_on_a_gpu(dims):
+    """64 rows x 16 keys each, of the mask's own sizes; no other mask has them."""
+    with FakeTensorMode():
+        x = {n: torch.empty(2, 4, lens, 8, device="cuda") for n, lens in (("q", 130), ("k", 33))}
+        x["v"], mask = x["k"], torch.empty(dims, dtype=torch.bool, device="cuda")
+        tiles = forward(**x, mask=mask)[3]
+        empty = [forward(**x)[3], forward(**x, mask=mask.float())[3]]
+    shape = (*dims[:2], -(-dims[2] // 64), -(-dims[3] // 16))
+    assert describe(tiles)[::2] == (shape, torch.uint8)
+    assert all(describe(t)[::2] == ((0,), torch.uint8) for t in empty)
+
+
 def public_with_gradients(x):
     leaves = [t.detach().requires_grad_() for t in x.values()]
     out, lse = flashbpt.attention(*leaves[:3], attn_mask=leaves[3][0, 0], return_lse=True)
