@@ -50,11 +50,12 @@ const char* refusal(const AttentionCall& call, Backend backend) {
 
 // The first backend that serves the call.
 Backend choose(const AttentionCall& call) {
+  for (const auto& [backend, name] : kBackends) {
+    if (!refusal(call, backend)) return backend;
+  }
   std::string reasons;
   for (const auto& [backend, name] : kBackends) {
-    const char* reason = refusal(call, backend);
-    if (!reason) return backend;
-    reasons += std::string(reasons.empty() ? "" : "; ") + name + ": " + reason;
+    reasons += std::string(reasons.empty() ? "" : "; ") + name + ": " + refusal(call, backend);
   }
   TORCH_CHECK(false, "flashbpt: no kernel serves this call on ", call.q.device(), " (", reasons,
               ")");

@@ -246,7 +246,8 @@ def _serve(
 ) -> tuple[torch.Tensor | None, str | None]:
     """(output, None) of flashbpt, or (None, why it refuses)."""
     if torch.compiler.is_compiling():
-        reason = _refusal_of_the_build(query.device.type, query.dtype)
+        dim = 64 if query.shape[-1] <= 512 else 513  # a traced size has no value to ask with
+        reason = _refusal_of_the_build(query.device.type, query.dtype, dim)
         if reason is not None:
             return None, reason
     try:
@@ -293,13 +294,13 @@ def _math_only() -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _refusal_of_the_build(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why no call of this device and dtype can be served, asked when a graph is traced.
+def _refusal_of_the_build(device_type: str, dtype: torch.dtype, dim: int) -> str | None:
+    """Why no call of this device, dtype and head dim can be served, asked when a graph is traced.
 
     The op itself would say so only when the graph runs, too late to go elsewhere.
     """
     with _disable_current_modes(), torch.no_grad():
-        probe = torch.empty(1, 1, 1, 64, device=device_type, dtype=dtype)
+        probe = torch.empty(1, 1, 1, dim, device=device_type, dtype=dtype)
         if device_type == "meta":
             return None
         try:
