@@ -4,10 +4,10 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <cmath>
@@ -98,7 +98,7 @@ ForwardTensors forward_tensors(const AttentionCall& call) {
   sizes.pop_back();
   const auto options = call.q.options().dtype(call.acc);
   t.lse = call.packed() ? at::full(sizes, -INFINITY, options) : at::empty(sizes, options);
-  t.lse_lo = call.has_additive_mask() ? at::zeros_like(t.lse) : at::empty({0}, options);
+  t.lse_lo = call.has_additive_mask() ? at::empty_like(t.lse) : at::empty({0}, options);
   t.mask_tiles = call.q.is_cuda() && call.has_boolean_mask()
                      ? mask_tiles(*call.options.mask)
                      : at::empty({0}, options.dtype(at::kByte));

@@ -11,7 +11,7 @@ namespace flashbpt {
 struct ForwardTensors {
   at::Tensor out;         // [B, H, L, Dv] or [T, H, Dv]; packed: zero
   at::Tensor lse;         // [B, H, L] or [T, H]; packed: -inf
-  at::Tensor lse_lo;      // as lse, zero; empty without an additive mask
+  at::Tensor lse_lo;      // as lse; empty without an additive mask
   at::Tensor mask_tiles;  // see MaskTiles in sm80/attn_params.h; empty where no kernel reads it
 };
 
