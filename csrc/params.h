@@ -3,11 +3,27 @@
 
 #include <cstdint>
 
+#include "attention/host_device.h"
 #include "attention/kv_range.h"
 
 namespace flashbpt {
 
 enum class DataType : int32_t { kFloat64, kFloat32, kBFloat16, kFloat16, kBool };
+
+constexpr int element_bytes(DataType dtype) {
+  switch (dtype) {
+    case DataType::kFloat64:
+      return 8;
+    case DataType::kFloat32:
+      return 4;
+    case DataType::kBFloat16:
+    case DataType::kFloat16:
+      return 2;
+    case DataType::kBool:
+      break;
+  }
+  return 1;
+}
 
 // A tensor seen as (batch, head, row, column). Strides count elements; 0 where a dimension is
 // broadcast. Packed tensors have batch stride 0: their sequences follow each other along the rows.
@@ -19,7 +35,7 @@ struct TensorView {
   int64_t row = 0;
   int64_t col = 0;
 
-  explicit operator bool() const { return data != nullptr; }
+  FLASHBPT_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
 };
 
 struct AttentionParams {
@@ -61,11 +77,11 @@ struct AttentionParams {
   uint64_t dropout_threshold = 0;      // a key stays where its word >= threshold; 0: no dropout
   double dropout_scale = 1.0;          // 1 / (1 - p)
 
-  int64_t group() const { return heads_kv > 0 ? heads_q / heads_kv : 1; }
-  bool packed() const { return cu_seqlens_q != nullptr; }
-  bool boolean_mask() const { return mask && mask.dtype == DataType::kBool; }
+  FLASHBPT_HOST_DEVICE int64_t group() const { return heads_kv > 0 ? heads_q / heads_kv : 1; }
+  FLASHBPT_HOST_DEVICE bool packed() const { return cu_seqlens_q != nullptr; }
+  FLASHBPT_HOST_DEVICE bool boolean_mask() const { return mask && mask.dtype == DataType::kBool; }
   // T >= 2^32 drops every key: outputs and gradients are zero, LSE as usual.
-  bool drops_all() const { return dropout_threshold >= (uint64_t{1} << 32); }
+  FLASHBPT_HOST_DEVICE bool drops_all() const { return dropout_threshold >= (uint64_t{1} << 32); }
 };
 
 struct AttentionBackwardParams : AttentionParams {

@@ -50,4 +50,19 @@ struct Element<__half> {
   }
 };
 
+template <DataType kDtype>
+struct ElementOf;
+template <>
+struct ElementOf<DataType::kFloat32> {
+  using Type = float;
+};
+template <>
+struct ElementOf<DataType::kBFloat16> {
+  using Type = __nv_bfloat16;
+};
+template <>
+struct ElementOf<DataType::kFloat16> {
+  using Type = __half;
+};
+
 }  // namespace flashbpt::tile

@@ -1,0 +1,20 @@
+// Approximations of the special function unit.
+#pragma once
+
+namespace flashbpt::ptx {
+
+// 2^x, 2 ulp; exp2(-inf) = 0 (PTX ISA 9.7.3.21, ex2.approx).
+__device__ inline float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / x, 1 ulp (PTX ISA 9.7.3.14, rcp.approx).
+__device__ inline float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+}  // namespace flashbpt::ptx

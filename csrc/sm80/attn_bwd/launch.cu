@@ -1,0 +1,104 @@
+// Chooses the kernel of a call and what its blocks do.
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+
+#include "../../tile/element.h"
+#include "config.h"
+#include "launch.h"
+#include "schedule.h"
+
+namespace flashbpt::sm80 {
+
+template <typename T>
+void launch_attn_bwd_typed(size_t row, const AttnBwdKernelParams& p, cudaStream_t stream);
+
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+int mask_element_bytes(const AttentionParams& p) {
+  return p.mask ? element_bytes(p.mask.dtype) : 0;
+}
+
+// The first row that serves the call in one slice where there is one, else the widest.
+size_t choose_row(const AttentionParams& p, const DeviceLimits& device) {
+  const int64_t dim = std::max(p.dim, p.dim_v);
+  const bool needs_terms = p.softcap > 0 || p.alibi || p.mask || p.dropout_threshold > 0;
+  size_t best = 0;
+  int64_t best_dim = 0;
+  for (size_t row = 0; row < std::size(kAttnBwdKernels); ++row) {
+    const AttnBwdKernel& k = kAttnBwdKernels[row];
+    const bool sliced = dim > k.config.head_dim;
+    if (k.dtype != p.q.dtype || ((needs_terms || sliced) && !k.terms)) continue;
+    if (k.config.smem_bytes(mask_element_bytes(p)) > device.smem_bytes) continue;
+    if (!sliced) return row;
+    if (k.config.head_dim > best_dim) best = row, best_dim = k.config.head_dim;
+  }
+  return best;
+}
+
+int64_t key_tiles(const AttentionParams& p, int block_k) {
+  return ceil_div(p.len_k, block_k) + (p.packed() ? p.batch : 0);
+}
+
+int64_t all_kv_heads(const AttentionParams& p) {
+  return (p.packed() ? 1 : p.batch) * p.heads_kv;
+}
+
+int64_t slices_of(const AttentionParams& p, const AttnBwdConfig& c) {
+  return ceil_div(std::max(p.dim, p.dim_v), c.head_dim);
+}
+
+}  // namespace
+
+const char* attn_bwd_kernel(const AttentionParams& p, const DeviceLimits& device) {
+  return kAttnBwdKernels[choose_row(p, device)].name;
+}
+
+int attn_bwd_q_splits(const AttentionParams& p, const DeviceLimits& device) {
+  const AttnBwdConfig& c = kAttnBwdKernels[choose_row(p, device)].config;
+  const int64_t blocks = key_tiles(p, c.block_k) * all_kv_heads(p) * slices_of(p, c);
+  const int64_t slots = int64_t{device.multiprocessors} * c.min_blocks;
+  const int64_t steps = ceil_div(p.len_q, c.block_q);
+  if (blocks <= 0 || blocks * 2 > slots) return 1;
+  // Four steps a block at least: a split costs fp32 sums of dK and dV.
+  return static_cast<int>(std::clamp<int64_t>(std::min(slots / blocks, steps / 4), 1, 64));
+}
+
+void launch_attn_bwd(const AttnBwdParams& params, const DeviceLimits& device, cudaStream_t stream) {
+  const size_t row = choose_row(params, device);
+  const AttnBwdConfig& c = kAttnBwdKernels[row].config;
+  AttnBwdKernelParams p;
+  static_cast<AttnBwdParams&>(p) = params;
+  const int64_t batch = p.packed() ? 1 : p.batch;
+  const auto access = [&](const TensorView& t, int64_t heads, int64_t rows) {
+    return t ? row_access(t, batch, heads, rows) : 0;
+  };
+  p.access = {access(p.q, p.heads_q, p.len_q), access(p.k, p.heads_kv, p.len_k),
+              access(p.v, p.heads_kv, p.len_k), 0, access(p.mask, p.heads_q, p.len_q)};
+  p.access_grad_out = access(p.grad_out, p.heads_q, p.len_q);
+  p.access_dk = access(p.dk, p.heads_kv, p.len_k);
+  p.access_dv = access(p.dv, p.heads_kv, p.len_k);
+  p.slices = static_cast<int>(slices_of(p, c));
+  p.sign = p.scale > 0 ? 1.0f : (p.scale < 0 ? -1.0f : 0.0f);
+  p.unit = 1.4426950408889634f;
+  if (!kAttnBwdKernels[row].terms && p.scale != 0) p.unit *= std::fabs(static_cast<float>(p.scale));
+  const int64_t q_bytes = p.len_q * (p.dim + p.dim_v) * element_bytes(p.q.dtype) * p.group();
+  // The first keys of a causal call are seen by the most rows.
+  p.order = TileOrder::make(key_tiles(p, c.block_k), all_kv_heads(p), 1, q_bytes, device.l2_bytes,
+                            /*last_first=*/false);
+  if (p.order.tiles * p.order.heads == 0) return;
+  switch (p.q.dtype) {
+    case DataType::kBFloat16:
+      return launch_attn_bwd_typed<__nv_bfloat16>(row, p, stream);
+    case DataType::kFloat16:
+      return launch_attn_bwd_typed<__half>(row, p, stream);
+    default:
+      return launch_attn_bwd_typed<float>(row, p, stream);
+  }
+}
+
+}  // namespace flashbpt::sm80

@@ -1,0 +1,105 @@
+// What one block of the backward works on.
+#pragma once
+
+#include "../../attention/find_sequence.h"
+#include "../../attention/mask_window.h"
+#include "../../attention/score_terms.h"
+#include "../../attention/tile_order.h"
+#include "../attn_params.h"
+#include "config.h"
+
+namespace flashbpt::sm80 {
+
+struct AttnBwdKernelParams : AttnBwdParams {
+  RowAccess access;
+  int access_grad_out;
+  int access_dk;
+  int access_dv;
+  TileOrder order;  // of key tiles
+  int slices;       // pieces of the tile's width that the wider of Q and V has: one block each
+  float unit;       // P = exp2(score * unit - lse * log2 e); with terms scores are logarithms
+  float sign;       // of the scale, which the unit lacks; 0 for scale 0
+};
+
+// A step: one tile of query rows of one head.
+struct BwdStep {
+  int head;
+  int tile;
+};
+
+struct BwdPlace {
+  Sequence seq;
+  int kv_head;
+  int head_end;  // of the query heads of the group; the first is kv_head * group
+  int k0;        // first key, local to the sequence
+  int slice;
+  int tile_begin;  // tiles of query rows
+  int tile_end;
+  int full_begin;  // of these, tiles whose rows all see all keys of the block
+  int full_end;
+  int64_t padded_begin;  // first padded row of the sequence
+  bool empty;
+};
+
+// Rows that see at least one of the keys [k_begin, k_end).
+__device__ inline KeyRange rows_that_see(const Band& band, int64_t shift, int64_t len_q,
+                                         int64_t k_begin, int64_t k_end) {
+  // Row q sees [q + shift - left, q + shift + right]: the same band with its sides exchanged.
+  Band mirrored;
+  mirrored.left = band.right;
+  mirrored.right = band.left;
+  return mirrored.of_rows(k_begin, k_end, -shift, len_q);
+}
+
+// Tiles of query rows that need no hiding: every row sees the keys [k0, k0 + kBlockK).
+template <int kBlockQ, int kBlockK>
+__device__ void find_full_tiles(const Band& band, BwdPlace& place) {
+  const Sequence& seq = place.seq;
+  place.full_begin = place.full_end = 0;
+  if (place.k0 + kBlockK > seq.len_k) return;
+  // k0 + kBlockK - 1 <= q + shift + right and q + shift - left <= k0
+  const int64_t first = place.k0 + kBlockK - 1 - seq.shift - band.right;
+  const int64_t last = place.k0 - seq.shift + band.left;
+  const int64_t begin = first > 0 ? (first + kBlockQ - 1) / kBlockQ : 0;
+  const int64_t tiles = (seq.len_q + kBlockQ - 1) / kBlockQ;
+  const int64_t end = last + 1 >= seq.len_q ? tiles : (last + 1 > 0 ? (last + 1) / kBlockQ : 0);
+  place.full_begin = static_cast<int>(begin < tiles ? begin : tiles);
+  place.full_end = static_cast<int>(end);
+}
+
+template <int kBlockQ, int kBlockK>
+__device__ BwdPlace find_bwd_place(const AttnBwdKernelParams& p, int64_t index) {
+  BwdPlace place;
+  place.slice = static_cast<int>(index % p.slices);
+  index /= p.slices;
+  const int split = static_cast<int>(index % p.q_splits);
+  const TileOrder::Place at = p.order.at(index / p.q_splits);
+  int64_t tile = at.tile;
+  place.empty = false;
+  if (p.packed()) {
+    const SequenceTile found = find_key_tile(p, tile, kBlockK);
+    place.seq = found.seq;
+    place.kv_head = static_cast<int>(at.head);
+    place.empty = found.empty;
+    tile = found.tile;
+  } else {
+    place.seq = sequence_of(p, at.head / p.heads_kv);
+    place.kv_head = static_cast<int>(at.head % p.heads_kv);
+  }
+  place.head_end = static_cast<int>((place.kv_head + 1) * p.group());
+  place.padded_begin = padded_row_begin(p, place.seq);
+  const int64_t k0 = tile * kBlockK;
+  const int64_t k_end = k0 + kBlockK < place.seq.len_k ? k0 + kBlockK : place.seq.len_k;
+  place.k0 = static_cast<int>(k0);
+  const KeyRange rows = rows_that_see(p.band, place.seq.shift, place.seq.len_q, k0, k_end);
+  const int64_t first = rows.begin / kBlockQ;
+  const int64_t last = rows.empty() ? first : (rows.end - 1) / kBlockQ + 1;
+  const int64_t share = (last - first + p.q_splits - 1) / p.q_splits;
+  const int64_t begin = first + split * share;
+  place.tile_begin = static_cast<int>(begin < last ? begin : last);
+  place.tile_end = static_cast<int>(begin + share < last ? begin + share : last);
+  find_full_tiles<kBlockQ, kBlockK>(p.band, place);
+  return place;
+}
+
+}  // namespace flashbpt::sm80

@@ -1,0 +1,285 @@
+// The part of the backward that two kernels share: copies of a step, S and dP, P and dS.
+//
+// P = exp(S - LSE)   dP = dO V^T   dS = P * (dP - delta)
+#pragma once
+
+#include "../../attention/dropout.h"
+#include "../../attention/mask_stage.h"
+#include "../../tile/copy.h"
+#include "../../tile/gemm.h"
+#include "../../tile/store.h"
+#include "schedule.h"
+
+namespace flashbpt::sm80 {
+
+// A step is one tile of query rows of one head against one tile of keys. Warps share it by rows and
+// columns.
+template <AttnBwdConfig kConfigArg, typename TArg, bool kTermsArg, bool kTf32>
+struct ScoreStep {
+  static constexpr AttnBwdConfig kConfig = kConfigArg;
+  static constexpr bool kTerms = kTermsArg;
+  using T = TArg;
+
+  static constexpr int kBlockQ = kConfig.block_q;
+  static constexpr int kBlockK = kConfig.block_k;
+  static constexpr int kHeadDim = kConfig.head_dim;
+  static constexpr int kThreads = kConfig.threads();
+  static constexpr int kStages = kConfig.stages;
+  static constexpr bool kExact = sizeof(T) == 4;
+  static constexpr tile::Precision kPrecision =
+      kTf32 ? tile::Precision::kTf32 : tile::Precision::k3xTf32;
+
+  // A warp's share of S and dP.
+  static constexpr int kRowsS = kBlockQ / kConfig.warps_q;
+  static constexpr int kColsS = kBlockK / (kConfig.warps / kConfig.warps_q);
+  static constexpr int kM = kRowsS / 16, kN = kColsS / 8;
+  static constexpr int kStepsDim = kHeadDim / tile::kInner<T>;
+
+  using Tile = tile::SmemTile<kConfig.row_bytes()>;
+  using TileP = tile::SmemTile<kBlockK * sizeof(T)>;
+  using Mask = MaskStage<kBlockQ, kBlockK, kThreads>;
+  using Scores = float[kM][kN][4];
+
+  struct SmemPlan {
+    alignas(1024) char k[kBlockK][kConfig.row_bytes()];
+    char v[kBlockK][kConfig.row_bytes()];
+    char q[kStages][kBlockQ][kConfig.row_bytes()];
+    char grad_out[kStages][kBlockQ][kConfig.row_bytes()];
+    char p[kBlockQ][kBlockK * sizeof(T)];  // [q, k], with dropout
+    char ds[kBlockQ][kBlockK * sizeof(T)];
+    float lse[kBlockQ];
+    float delta[kBlockQ];
+    float lse_lo[kBlockQ];
+    BwdPlace place;  // here, since the loop needs the registers
+    char padding[AttnBwdConfig::kPlaceBytes - sizeof(BwdPlace)];
+    char mask[];  // [kBlockQ, kBlockK] of the mask's own type, rows padded
+  };
+
+  const AttnBwdKernelParams& p;
+  SmemPlan& smem;
+  const BwdPlace& place;
+  const Tile k_smem, v_smem;
+  // Copies in registers of what every step needs from `place`.
+  int k0, len_q;
+  int stage = 0;  // of the current step
+  // Row 0 of the sequence, of the head that steps are copied from.
+  const char* q_gmem;
+  const char* grad_out_gmem;
+  int64_t padded_row0;
+  Mask mask;
+  const int warp = threadIdx.x / 32;
+  const int lane_row = threadIdx.x % 32 / 4;
+  const int lane_col = threadIdx.x % 4 * 2;
+  const int row_s = warp % kConfig.warps_q * kRowsS;
+  const int col_s = warp / kConfig.warps_q * kColsS;
+
+  __device__ ScoreStep(const AttnBwdKernelParams& p, SmemPlan& smem)
+      : p(p),
+        smem(smem),
+        place(smem.place),
+        k_smem{tile::smem_address(smem.k)},
+        v_smem{tile::smem_address(smem.v)},
+        k0(smem.place.k0),
+        len_q(static_cast<int>(smem.place.seq.len_q)),
+        mask(p.mask, p.access.mask, tile::smem_address(smem.mask)) {}
+
+  __device__ Tile q_smem(int stage) const { return {tile::smem_address(smem.q[stage])}; }
+  __device__ Tile grad_out_smem(int stage) const {
+    return {tile::smem_address(smem.grad_out[stage])};
+  }
+
+  // ------------------------------------------------------------------------------------- copies
+
+  // From (head, row) on, first column.
+  __device__ const char* rows_gmem(const TensorView& t, int64_t head, int64_t row) const {
+    return reinterpret_cast<const char*>(static_cast<const T*>(t.data) + place.seq.batch * t.batch +
+                                         head * t.head + row * t.row);
+  }
+  static __device__ int slice_bytes(int slice) { return slice * kHeadDim * int(sizeof(T)); }
+  static __device__ int row_bytes_from(int64_t dim, int slice) {
+    return static_cast<int>(dim) * int(sizeof(T)) - slice_bytes(slice);
+  }
+  template <int kRows>
+  static __device__ void load_rows_of(Tile to, const TensorView& t, int access, int64_t dim,
+                                      const char* first, int rows, int slice) {
+    tile::load_tile<kRows, kThreads>(
+        to, {first + slice_bytes(slice), t.row * int64_t{sizeof(T)}, access}, rows,
+        row_bytes_from(dim, slice));
+  }
+  __device__ void load_kv(int slice) const {
+    const int64_t row = place.seq.k_begin + k0;
+    const int rows = static_cast<int>(place.seq.len_k) - k0;
+    load_rows_of<kBlockK>(k_smem, p.k, p.access.k, p.dim, rows_gmem(p.k, place.kv_head, row), rows,
+                          slice);
+    load_rows_of<kBlockK>(v_smem, p.v, p.access.v, p.dim_v, rows_gmem(p.v, place.kv_head, row),
+                          rows, slice);
+  }
+  // The head that the following steps are copied from.
+  __device__ void select_head(int head) {
+    q_gmem = rows_gmem(p.q, head, place.seq.q_begin);
+    grad_out_gmem = rows_gmem(p.grad_out, head, place.seq.q_begin);
+    padded_row0 = padded_head(p, place.seq.batch, head) * padded_rows(p) + place.padded_begin;
+  }
+  __device__ void load_rows(int q_tile, int slice, int to_stage) const {
+    const int q0 = q_tile * kBlockQ;
+    load_rows_of<kBlockQ>(q_smem(to_stage), p.q, p.access.q, p.dim,
+                          q_gmem + q0 * (p.q.row * int64_t{sizeof(T)}), len_q - q0, slice);
+    load_rows_of<kBlockQ>(grad_out_smem(to_stage), p.grad_out, p.access_grad_out, p.dim_v,
+                          grad_out_gmem + q0 * (p.grad_out.row * int64_t{sizeof(T)}), len_q - q0,
+                          slice);
+  }
+  __device__ void load_row_values(int q_tile) const {
+    constexpr int kChunks = kBlockQ / 4;
+    const int64_t row = padded_row0 + q_tile * kBlockQ;
+    const auto load = [&](float* to, const float* from, int first_thread) {
+      const int i = static_cast<int>(threadIdx.x) - first_thread;
+      if (i >= 0 && i < kChunks)
+        ptx::cp_async_16(tile::smem_address(to + 4 * i), from + row + 4 * i, 16);
+    };
+    load(smem.lse, p.row_lse, 0);
+    load(smem.delta, p.row_delta, kChunks);
+    if (kTerms && p.row_lse_lo) load(smem.lse_lo, p.row_lse_lo, 2 * kChunks);
+  }
+  // What the softmax of a step needs beside Q and dO.
+  __device__ void load_terms(BwdStep step, bool mask_partial) {
+    load_row_values(step.tile);
+    if (kTerms && mask_partial) {
+      const int q0 = step.tile * kBlockQ;
+      mask.load(place.seq.batch, step.head, q0, k0, len_q - q0,
+                static_cast<int>(place.seq.len_k) - k0);
+    }
+  }
+
+  // ------------------------------------------------------------------------------------ products
+
+  // S += Q K^T, dP += dO V^T, over all slices.
+  __device__ void scores(Scores& s, Scores& dp, BwdStep step) const {
+    if constexpr (kTerms) {
+      for (int i = 1; p.slices > 1 && i <= p.slices; ++i) {
+        __syncthreads();  // nobody reads the former slice
+        const int slice = (place.slice + i) % p.slices;
+        load_kv(slice);
+        load_rows(step.tile, slice, stage);
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+        if (i == p.slices) break;
+        add_scores(s, dp);
+      }
+    }
+    clear_dead_rows(step);
+    add_scores(s, dp);
+  }
+  __device__ void add_scores(Scores& s, Scores& dp) const {
+    const tile::SmemA<T, kM, Tile> q(q_smem(stage), row_s), grad_out(grad_out_smem(stage), row_s);
+    const tile::SmemB<T, kN, Tile> k(k_smem, col_s), v(v_smem, col_s);
+    if (kConfig.interleave && needs_ds()) {
+#pragma unroll
+      for (int step = 0; step < kStepsDim; ++step) {
+        tile::gemm_step<T, kPrecision>(s, q, k, step);
+        tile::gemm_step<T, kPrecision>(dp, grad_out, v, step);
+      }
+    } else {
+      tile::gemm<T, kPrecision, kStepsDim>(s, q, k);
+      // The branch keeps the compiler from mixing the two.
+      if (needs_ds()) tile::gemm<T, kPrecision, kStepsDim>(dp, grad_out, v);
+    }
+  }
+  // dV alone needs P alone.
+  __device__ bool needs_ds() const { return p.dq_acc || p.dk || p.dmask || p.dalibi; }
+  // What arrives for a row without keys may be NaN; its P is 0, and so is all that it gives.
+  __device__ void clear_dead_rows(BwdStep step) const {
+    const int rows = len_q - step.tile * kBlockQ;
+    bool dead = false;
+    for (int r = threadIdx.x % 32; r < kBlockQ && r < rows; r += 32)
+      dead |= smem.lse[r] == INFINITY;
+    if (!__any_sync(0xffffffffu, dead)) return;  // the same in all warps
+    for (int i = threadIdx.x; i < kBlockQ * Tile::kChunks; i += kThreads)
+      if (smem.lse[i / Tile::kChunks] == INFINITY)
+        ptx::store_shared_16(grad_out_smem(stage).chunk(i / Tile::kChunks, i % Tile::kChunks),
+                             {0, 0, 0, 0});
+    __syncthreads();
+  }
+
+  // ------------------------------------------------------------------------------- probabilities
+
+  // Which of this lane's scores dropout keeps: bit 8 (m kN / 2 + pair) + i.
+  __device__ uint64_t kept_bits(const Dropout& dropout, int row, int col) const {
+    uint64_t bits = 0;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int pair = 0; pair < kN / 2; ++pair)
+        bits |= uint64_t{dropout.kept(row + 16 * m, col + 16 * pair)}
+                << (8 * (m * (kN / 2) + pair));
+    return bits;
+  }
+  static __device__ bool is_kept(uint64_t bits, int m, int n, int i) {
+    return bits >> (8 * (m * (kN / 2) + n / 2) + n % 2 * 4 + i) & 1;
+  }
+
+  // s: products become P as dV takes it; dp becomes dS, the gradient of the product before scale
+  // or, with kOfTerms, of what is added to the scores after the softcap.
+  template <bool kOfTerms = false>
+  __device__ void softmax_backward(Scores& s, Scores& dp, BwdStep step, bool mask_partial,
+                                   bool full) const {
+    const int row_tile = row_s + lane_row, row = step.tile * kBlockQ + row_tile;
+    const int col = k0 + col_s + lane_col;
+    uint64_t kept = ~uint64_t{0};
+    if constexpr (kTerms) {
+      const Dropout dropout(p, place.seq, step.head);
+      const float scale = static_cast<float>(p.dropout_scale);
+      if (dropout.on) {
+        kept = kept_bits(dropout, row, col);
+        for_each(dp, [&](float& x, int m, int n, int i) {
+          x = is_kept(kept, m, n, i) ? x * scale : 0.0f;
+        });
+      }
+    }
+    for_each(
+        dp, [&](float& x, int m, int, int i) { x -= smem.delta[row_tile + 16 * m + 8 * (i / 2)]; });
+    if constexpr (kTerms) {
+      const ScoreTerms terms(p, place.seq, step.head);
+      if (terms.softcap > 0.0f) {
+        for_each(s, [&](float& x, int m, int n, int i) {
+          const float t = terms.capped<kExact>(x);
+          x = terms.softcap * t;
+          if (!kOfTerms) dp[m][n][i] *= 1.0f - t * t;
+        });
+      } else {
+        for_each(s, [&](float& x, int, int, int) { x *= terms.scale; });
+      }
+      terms.add_alibi(s, row, col);
+      if (mask_partial) mask.apply(s, row_tile, col_s + lane_col);
+    } else if (p.sign != 1.0f) {
+      for_each(s, [&](float& x, int, int, int) { x *= p.sign; });
+    }
+    if (!full) hide_unseen(s, p.band, place.seq.shift, place.seq.len_k, row, col);
+    for_each(s, [&](float& x, int m, int n, int i) {
+      const int r = row_tile + 16 * m + 8 * (i / 2);
+      if constexpr (kTerms) {
+        const float lo = p.row_lse_lo ? smem.lse_lo[r] : 0.0f;
+        x = ptx::exp2(((x - smem.lse[r]) - lo) * kLog2e);
+      } else {
+        x = ptx::exp2(fmaf(x, p.unit, -smem.lse[r] * kLog2e));
+      }
+      dp[m][n][i] *= x;
+    });
+    if (kTerms && p.dropout_threshold > 0) {
+      const float scale = static_cast<float>(p.dropout_scale);
+      for_each(
+          s, [&](float& x, int m, int n, int i) { x = is_kept(kept, m, n, i) ? x * scale : 0.0f; });
+    }
+  }
+  template <typename F>
+  static __device__ void for_each(Scores& x, F f) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) f(x[m][n][i], m, n, i);
+  }
+};
+
+}  // namespace flashbpt::sm80

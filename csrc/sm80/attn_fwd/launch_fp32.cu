@@ -1,0 +1,7 @@
+#include "launch_kernels.cuh"
+
+namespace flashbpt::sm80 {
+
+template void launch_attn_fwd_typed<float>(size_t, const AttnFwdKernelParams&, cudaStream_t);
+
+}  // namespace flashbpt::sm80

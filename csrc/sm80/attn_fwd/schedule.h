@@ -1,0 +1,72 @@
+// What one block of the forward works on.
+#pragma once
+
+#include "../../attention/find_sequence.h"
+#include "../../attention/score_terms.h"
+#include "../../attention/tile_order.h"
+#include "../attn_params.h"
+#include "config.h"
+
+namespace flashbpt::sm80 {
+
+struct AttnFwdKernelParams : AttnFwdParams {
+  RowAccess access;
+  TileOrder order;
+  int slices_qk;  // pieces of the tile's width that Q and K have
+  int slices_v;   // and V and O: one block each
+  float unit;     // softmax: exp2(score * unit); with terms scores are natural logarithms
+  float sign;     // of the scale, which the unit lacks; 0 for scale 0
+};
+
+struct FwdPlace {
+  Sequence seq;
+  int head;
+  int kv_head;
+  int q0;  // first row, local to the sequence
+  int slice;
+  int split;
+  int tile_begin;  // tiles of keys
+  int tile_end;
+  int seen_begin;  // keys that every row sees
+  int seen_end;
+  bool empty;
+};
+
+template <int kBlockQ, int kBlockK>
+__device__ FwdPlace find_fwd_place(const AttnFwdKernelParams& p, int64_t index) {
+  FwdPlace place;
+  place.slice = static_cast<int>(index % p.slices_v);
+  index /= p.slices_v;
+  place.split = static_cast<int>(index % p.splits);
+  const TileOrder::Place at = p.order.at(index / p.splits);
+  int64_t tile = at.tile;
+  place.empty = false;
+  if (p.packed()) {
+    const SequenceTile found = find_query_tile(p, tile, kBlockQ);
+    place.seq = found.seq;
+    place.head = static_cast<int>(at.head);
+    place.empty = found.empty;
+    tile = found.tile;
+  } else {
+    place.seq = sequence_of(p, at.head / p.heads_q);
+    place.head = static_cast<int>(at.head % p.heads_q);
+  }
+  place.kv_head = static_cast<int>(place.head / p.group());
+  const int64_t q0 = tile * kBlockQ;
+  const int64_t left = place.seq.len_q - q0;
+  const int64_t q_end = q0 + (left < kBlockQ ? left : kBlockQ);
+  place.q0 = static_cast<int>(q0);
+  const KeyRange keys = p.band.of_rows(q0, q_end, place.seq.shift, place.seq.len_k);
+  const KeyRange seen = seen_by_all(p.band, place.seq.shift, place.seq.len_k, q0, q_end);
+  place.seen_begin = static_cast<int>(seen.begin);
+  place.seen_end = static_cast<int>(seen.end);
+  const int64_t first = keys.begin / kBlockK;
+  const int64_t last = keys.empty() ? first : (keys.end - 1) / kBlockK + 1;
+  const int64_t share = (last - first + p.splits - 1) / p.splits;
+  const int64_t begin = first + place.split * share;
+  place.tile_begin = static_cast<int>(begin < last ? begin : last);
+  place.tile_end = static_cast<int>(begin + share < last ? begin + share : last);
+  return place;
+}
+
+}  // namespace flashbpt::sm80

@@ -1,0 +1,124 @@
+// What the attention kernels of sm80 take beyond the params that every backend shares.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../attention/sequence.h"
+#include "../params.h"
+
+namespace flashbpt::sm80 {
+
+// Of the device that a call runs on; the host reads it once.
+struct DeviceLimits {
+  int multiprocessors;
+  int smem_bytes;    // most shared memory of one block (sharedMemPerBlockOptin)
+  int64_t l2_bytes;  // L2 cache
+};
+
+// What is known of a boolean mask, 64 queries x 16 keys at a time: bit 0 where any element of the
+// piece is true, bit 1 where all are (elements past the end count neither way).
+struct MaskTiles {
+  static constexpr int kRows = 64;
+  static constexpr int kCols = 16;
+
+  const uint8_t* data = nullptr;  // [batch, head, len_q / 64, len_k / 16], contiguous columns
+  int64_t batch = 0;              // strides; 0 where the mask is broadcast
+  int64_t head = 0;
+  int64_t row = 0;
+  int64_t col = 0;
+
+  // The same two bits of kRowParts x kColParts pieces, from piece (row_part, col_part) on.
+  template <int kRowParts, int kColParts>
+  __device__ int state(int64_t b, int64_t h, int64_t row_part, int64_t col_part, int64_t len_q,
+                       int64_t len_k) const {
+    const uint8_t* first = data + b * batch + h * head;
+    int any = 0, all = 2;
+#pragma unroll
+    for (int r = 0; r < kRowParts; ++r)
+#pragma unroll
+      for (int c = 0; c < kColParts; ++c) {
+        if ((row_part + r) * kRows >= len_q || (col_part + c) * kCols >= len_k) continue;
+        const int bits = first[(row_part + r) * row + (col_part + c) * col];
+        any |= bits;
+        all &= bits;
+      }
+    return (any & 1) | all;
+  }
+};
+
+// The tensors of a call as the kernels copy them: every row starts at a multiple of so many bytes.
+struct RowAccess {
+  int q, k, v, out, mask;
+};
+
+// 16, 8, 4, 2 or 1; strides of dimensions of size 1 do not matter.
+inline int row_access(const TensorView& t, int64_t batch, int64_t heads, int64_t rows) {
+  const uint64_t bytes = element_bytes(t.dtype);
+  uint64_t bits = reinterpret_cast<uint64_t>(t.data);
+  if (batch > 1) bits |= static_cast<uint64_t>(t.batch) * bytes;
+  if (heads > 1) bits |= static_cast<uint64_t>(t.head) * bytes;
+  if (rows > 1) bits |= static_cast<uint64_t>(t.row) * bytes;
+  int access = 16;
+  while (bits % access != 0) access /= 2;
+  return access;
+}
+
+struct AttnFwdParams : AttentionParams {
+  MaskTiles mask_tiles;  // data is null without a boolean mask
+  bool tf32 = false;     // fp32 inputs: single TF32 products are allowed
+  // Keys of a row in `splits` parts, each with its own O (fp32, normalised) and LSE, to be merged;
+  // part 0 carries the sink. 1: written to `out` and `lse` at once.
+  int32_t splits = 1;
+  TensorView split_out;  // fp32 [batch, heads_q, len_q, dim_v] of part 0
+  TensorView split_lse;  // fp32 [batch, heads_q, len_q] of part 0
+  int64_t split_out_stride = 0;
+  int64_t split_lse_stride = 0;
+};
+
+// Rows as the kernels of the backward hand them to each other: every sequence starts at a multiple
+// of kRowPad. Dense: [batch * heads_q, padded_rows]; packed: [heads_q, padded_rows].
+constexpr int64_t kRowPad = 64;
+constexpr int64_t kTurnRows = 8;
+
+inline FLASHBPT_HOST_DEVICE int64_t padded_rows(const AttentionParams& p) {
+  const int64_t rows = (p.len_q + kRowPad - 1) / kRowPad * kRowPad;
+  return p.packed() ? rows + kRowPad * p.batch : rows;
+}
+inline FLASHBPT_HOST_DEVICE int64_t padded_row_begin(const AttentionParams& p, const Sequence& s) {
+  return p.packed() ? (s.q_begin + kRowPad * s.batch) / kRowPad * kRowPad : 0;
+}
+inline FLASHBPT_HOST_DEVICE int64_t padded_head(const AttentionParams& p, int64_t b, int64_t h) {
+  return p.packed() ? h : b * p.heads_q + h;
+}
+inline FLASHBPT_HOST_DEVICE int64_t padded_heads(const AttentionParams& p) {
+  return p.packed() ? p.heads_q : p.batch * p.heads_q;
+}
+
+// dq before scale and rounding: fp32 in the order of mma fragments, so that a lane adds four
+// neighbours at once. Pieces of 16 rows x 8 columns, [heads, padded_rows / 16, dim / 8, 32, 4]:
+// lane 4 * (row % 8) + (col % 8) / 2 of a piece holds rows {row, row + 8} x cols {col, col + 1}.
+inline FLASHBPT_HOST_DEVICE int64_t dq_acc_pieces(int64_t dim) {
+  return (dim + 7) / 8;
+}
+
+struct AttnBwdParams : AttentionBackwardParams {
+  MaskTiles mask_tiles;
+  bool tf32 = false;
+  bool deterministic = false;
+
+  // Written by attn_bwd_prepare, [padded_heads, padded_rows]. Rows without keys and rows past the
+  // end have row_lse = +inf and row_delta = 0, so that their P is 0.
+  float* row_lse = nullptr;     // natural logarithm
+  float* row_lse_lo = nullptr;  // null without an additive mask
+  float* row_delta = nullptr;   // rowsum(dO * O) - dLSE
+
+  float* dq_acc = nullptr;  // zeroed; null where dq is not asked for
+  // Deterministic: how many key tiles have added to a piece of dq_acc; zeroed,
+  // [padded_heads, padded_rows / kTurnRows]. Null otherwise.
+  int32_t* dq_turns = nullptr;
+  // dk and dv are fp32 and added into (atomically where q_splits > 1); else written in q's type.
+  bool accumulate = false;
+  int32_t q_splits = 1;  // blocks that share the queries of one key tile; needs accumulate
+};
+
+}  // namespace flashbpt::sm80
