@@ -41,7 +41,7 @@ sanitize: $(BUILT) $(call extra,test)
 	@$(PY) -c 'import torch; assert torch.cuda.is_available(), "make sanitize needs a GPU"'
 	for tool in memcheck racecheck initcheck synccheck; do \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
-	    $(PY) -m pytest tests -m sanitize -p no:cacheprovider -q $(ARGS) || exit 1; \
+	    $(PY) -m pytest tests/test_sanitize.py -p no:cacheprovider -q $(ARGS) || exit 1; \
 	done
 
 lint: $(call extra,dev)

@@ -7,6 +7,7 @@ git tree hash of the csrc that was tested.
 
 import json
 import os
+import tempfile
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -108,15 +109,20 @@ def cuda():
 
 @pytest.fixture
 def big(cuda):
-    """big(gigabytes) skips where less is free; what the test held goes back when it ends."""
+    """big(gigabytes) skips where less is free. One such test at a time, of all workers of xdist;
+    what it held goes back when it ends.
+    """
+    import fcntl
 
     def need(gigabytes):
         free = torch.cuda.mem_get_info()[0] / 2**30
         if free < gigabytes:
             pytest.skip(f"needs {gigabytes} GiB of free GPU memory, there are {free:.0f}")
 
-    yield need
-    torch.cuda.empty_cache()
+    with open(Path(tempfile.gettempdir()) / "flashbpt-big-tests.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield need
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

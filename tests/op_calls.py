@@ -2,6 +2,8 @@
 mask is known beforehand.
 """
 
+import math
+
 import philox
 import reference
 import torch
@@ -43,6 +45,14 @@ def next_state(like, seed):
     return state.tolist()
 
 
+def keep_mask(state, p, sizes, sequence=0):
+    """The model's mask; where that would take long, the one of the CPU's op."""
+    offsets = [sequence, 0, 0, 0, sizes[1]]
+    if math.prod(sizes) < 2**19:
+        return torch.from_numpy(philox.keep_mask(state, p, sizes, offsets))
+    return torch.ops.flashbpt.dropout_mask(torch.tensor(state), p, list(sizes), offsets)
+
+
 def with_dropout(inputs, p, fn, seed=77):
     """Gives the inputs dropout p and the reference the mask of it; returns fn drawing that mask."""
     x = inputs.view(inputs.leaves)
@@ -53,13 +63,11 @@ def with_dropout(inputs, p, fn, seed=77):
         spans_k = reference.spans(options.get("cu_seqlens_k", options["cu_seqlens_q"]))
         heads = q.size(1)
         keep = [
-            torch.from_numpy(
-                philox.keep_mask(state, p, (1, heads, b - a, d - c), (i, 0, 0, 0, heads))
-            )[0]
+            keep_mask(state, p, (1, heads, b - a, d - c), i)[0]
             for i, ((a, b), (c, d)) in enumerate(zip(spans_q, spans_k, strict=True))
         ]
     else:
-        keep = torch.from_numpy(philox.keep_mask(state, p, (*q.shape[:3], k.size(2))))
+        keep = keep_mask(state, p, (*q.shape[:3], k.size(2)))
     options["dropout_p"], inputs.reference_options["keep"] = p, keep
 
     def seeded(*args, **kwargs):

@@ -18,6 +18,10 @@ CASES = [
     Case(lq=256, lk=100, mask="fp32:bhqk", dim_v=24),
     Case(lq=256, lk=100, mask="fp32:b11k", dtype="fp16"),
     Case(lq=64, lk=48, mask="own:11q1", dtype="fp64", heads=4, kv_heads=1),
+    Case(lq=512, lk=300, heads=2, kv_heads=1, dim=64, dtype="bf16", sinks=True, batch=1),
+    Case(lq=512, lk=384, dim=128, dtype="fp16", causal=True, align="lower-right", batch=1),
+    Case(lq=256, lk=200, dim=256, mask="bool:11qk", window=(99, 60), dtype="bf16", batch=1),
+    Case(lq=256, lk=140, dim=96, mask="own:1hqk", alibi="h", batch=1),
 ]
 
 

@@ -112,10 +112,33 @@ def test_kernel_list_names_what_is_built(built_kernels):
 
 
 def test_families():
-    assert family("csrc/sm80/attn_fwd/launch.cu") == "sm80 attention"
+    for folder in ("attn_fwd", "attn_bwd", "attn_bwd_prepare", "attn_bwd_finish", "attn_bwd_terms"):
+        assert family(f"csrc/sm80/{folder}/launch.cu") == "sm80 attention"
+    assert family("csrc/sm80/attn_fwd/launch_bf16.cu") == "sm80 attention"
     assert family("csrc/sm90/paged_decode/launch.cu") == "paged"
     assert family("csrc/sm90/attn_bwd/launch.cu") == "sm90"
-    assert family("csrc/sm80/merge_states/launch.cu") == "other"
+    for folder in ("merge_states", "mask_tiles", "rng_state", "dropout_mask"):
+        assert family(f"csrc/sm80/{folder}/launch.cu") == "other"
+
+
+# What a block may have on sm_86, sm_89 and sm_120.
+SMALL_SHARED_MEMORY = 99 * 1024
+
+
+def test_every_head_dim_has_a_row_for_small_shared_memory():
+    from flashbpt import _C
+
+    smallest = {}
+    for kernel in _C.kernels():
+        if head_dim := kernel["config"].get("head_dim"):
+            name = kernel["name"].partition(f"_d{head_dim}")[0], head_dim
+            size = kernel["config"]["smem_bytes"]
+            smallest[name] = min(size, smallest.get(name, size))
+    if not smallest:
+        pytest.skip("this build has no attention kernels")
+    assert {name for name, size in smallest.items() if size > SMALL_SHARED_MEMORY} == set()
+    kinds = {name for name, _ in smallest}
+    assert {f"attn_{k}_{t}" for k in ("fwd", "bwd") for t in ("bf16", "fp16", "fp32")} <= kinds
 
 
 # --------------------------------------------------------------------------------------- ptxas gate

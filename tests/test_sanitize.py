@@ -1,22 +1,113 @@
 """A small call of every CUDA kernel: what `make sanitize` runs under compute-sanitizer."""
 
+from dataclasses import replace
+
 import pytest
+import reference
 import torch
+from cases import Case, VarlenCase, make, make_varlen
+from compare import as_truth, evaluate, with_cotangents
+from op_calls import backward, backward_accumulate, forward
 
 import flashbpt
 
-pytestmark = [pytest.mark.gpu, pytest.mark.sanitize]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("states", [1, 3, 9])
 @pytest.mark.parametrize("dim", [1, 40, 257])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_merge_states(dtype, dim, states):
+def test_merge_states(cuda, dtype, dim, states):
     acc = torch.float64 if dtype == torch.float64 else torch.float32
     outs = [torch.randn(3, 5, dim).to(dtype) for _ in range(states)]
     lses = [torch.randn(3, 5, dtype=acc) for _ in range(states)]
     lses[-1][1] = -torch.inf
     expected = flashbpt.merge_attention_states(outs, lses)
-    seen = flashbpt.merge_attention_states([t.cuda() for t in outs], [t.cuda() for t in lses])
+    seen = flashbpt.merge_attention_states([t.to(cuda) for t in outs], [t.to(cuda) for t in lses])
     for on_gpu, on_cpu in zip(seen, expected):
         torch.testing.assert_close(on_gpu.cpu(), on_cpu)
+
+
+def run(inputs, fn=flashbpt.attention, truth=reference.attention, tolerance=0.05):
+    """Forward and backward, roughly right: other tests hold them to the roundings."""
+    exact = evaluate(truth, replace(inputs, grads=()), convert=as_truth)
+    inputs = with_cotangents(inputs, exact)
+    exact = evaluate(truth, inputs, convert=as_truth)
+    got = evaluate(fn, inputs)
+    for name, right in exact.items():
+        if name != "graph":
+            scale = max(1.0, float(right.nan_to_num(0, 0, 0).abs().max()))
+            torch.testing.assert_close(
+                got[name].double().cpu(), right, rtol=0, atol=tolerance * scale, msg=name
+            )
+
+
+KERNELS = [(dtype, dim) for dtype in ("bf16", "fp16", "fp32") for dim in (64, 128, 256, 320)]
+kernels = pytest.mark.parametrize("dtype, dim", KERNELS)
+
+PLAIN = Case(lq=70, lk=80, batch=1, kv_heads=1, causal=True, lse=True)
+TERMS = Case(lq=66, lk=70, batch=1, softcap=5.0, alibi="h", sinks=True, window=(60, 20))
+FULL = {"heads": 136, "kv_heads": 2}  # blocks enough for taller tiles
+
+
+@kernels
+def test_attention(cuda, dtype, dim):
+    run(make(replace(PLAIN, dtype=dtype, dim=dim, dim_v=dim - 7), cuda))
+    run(make(replace(PLAIN, lq=66, lk=20, dtype=dtype, dim=dim, **FULL), cuda))
+
+
+@kernels
+@pytest.mark.parametrize("mask", ["bool:bhqk", "own:11qk", "fp32:b11k"])
+def test_terms(cuda, mask, dtype, dim):
+    run(make(replace(TERMS, dtype=dtype, dim=dim, mask=mask), cuda))
+    if mask == "bool:bhqk":
+        run(make(replace(TERMS, lk=20, dtype=dtype, dim=dim, mask="bool:1h1k", **FULL), cuda))
+
+
+@kernels
+def test_few_rows(cuda, dtype, dim):
+    """Keys that are split over blocks, then queries."""
+    run(make(Case(lq=2, lk=600, batch=1, dim=dim, dtype=dtype, sinks=True), cuda))
+    run(make(Case(lq=600, lk=20, batch=1, heads=1, dim=dim, dtype=dtype), cuda))
+
+
+@kernels
+def test_packed(cuda, dtype, dim):
+    for case in (
+        VarlenCase((33, 0, 66), causal=True, kv_heads=1, extra=5, lse=True),
+        VarlenCase((5, 70), (40, 3), alibi="bh", sinks=True, index="int64"),
+    ):
+        inputs = make_varlen(replace(case, dtype=dtype, dim=dim), cuda)
+        run(inputs, flashbpt.varlen_attention, reference.varlen_attention)
+
+
+@kernels
+def test_small_rows(cuda, small_rows, dtype, dim):
+    run(make(replace(PLAIN, dtype=dtype, dim=dim), cuda))
+    run(make(replace(TERMS, dtype=dtype, dim=dim, mask="fp32:1hqk"), cuda))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tf32(cuda, dim):
+    torch.set_float32_matmul_precision("high")
+    try:
+        run(make(replace(PLAIN, dim=dim), cuda))
+        run(make(replace(TERMS, dim=dim, mask="own:11qk"), cuda))
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@kernels
+def test_dropout_in_order(cuda, dtype, dim):
+    """A drawn state, its mask by the op, and the deterministic backward, into given tensors too."""
+    state = torch.ops.flashbpt.draw_rng_state(torch.zeros(1, device=cuda), 4)
+    assert torch.ops.flashbpt.dropout_mask(state, 0.5, [1, 2, 70, 40], [0] * 5).any()
+    x = make(Case(lq=70, lk=150, batch=1, dtype=dtype, dim=dim), cuda, grads=False).leaves
+    call = {"q": x["query"], "k": x["key"], "v": x["value"], "rng_state": state, "dropout_p": 0.5}
+    saved = forward(**call)
+    grad = torch.randn_like(saved[0])
+    got = backward(grad, None, *saved, deterministic=True, **call)
+    sums = [torch.zeros(t.shape, device=cuda) for t in (call["k"], call["v"])]
+    backward_accumulate(grad, None, *saved, *sums, deterministic=True, **call)
+    for a, b in zip(got[1:3], sums, strict=True):
+        torch.testing.assert_close(a.float(), b, rtol=0.02, atol=0.02)
