@@ -95,8 +95,8 @@ def test_library_holds_the_kernels_of_the_log(built_kernels):
     if not shutil.which("nm"):
         pytest.skip("nm is not installed")
     symbols = subprocess.run(["nm", module.__file__], capture_output=True, text=True).stdout
-    # nvcc gives every kernel a stub on the host, mangled as L<length><__device_stub_ and kernel>.
-    named = re.findall(r"L(\d+)(__device_stub_\w+)", symbols)
+    # nvcc gives every kernel a stub on the host, mangled as <length><__device_stub_ and kernel>.
+    named = re.findall(r"(\d+)(__device_stub_\w+)", symbols)
     stubs = {stub[: int(length)].removeprefix("__device_stub_") for length, stub in named}
     assert stubs == set().union(*kernels.values())
 
