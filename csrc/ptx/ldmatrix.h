@@ -7,16 +7,18 @@
 namespace flashbpt::ptx {
 
 // Lane 4 r + c gets the bytes 4 c ... 4 c + 3 of row r.
-__device__ inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t row_smem) {
+__device__ inline void ldmatrix_x4(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3,
+                                   uint32_t row_smem) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
                : "r"(row_smem));
 }
 
 // The same of the transposed matrices.
-__device__ inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row_smem) {
+__device__ inline void ldmatrix_x4_trans(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3,
+                                         uint32_t row_smem) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "=r"(r0), "=r"(r1), "=r"(r2), "=r"(r3)
                : "r"(row_smem));
 }
 

@@ -12,19 +12,15 @@ namespace flashbpt::tile {
 // bits that TF32 cuts off, which comes to fp32 accuracy.
 enum class Precision { kTf32, k3xTf32 };
 
-// x rounded to TF32.
-__device__ inline uint32_t round_to_tf32(uint32_t x) {
-  return (x + 0x1000u) & 0xffffe000u;
-}
-
-// What TF32 takes from each x; x becomes what it keeps.
+// x = kept + rest: the bits that TF32 keeps, which is what the tensor cores see of x, and what it
+// cuts off, to be rounded where they would cut it again.
 template <int kCount>
 __device__ void split_tf32(uint32_t (&x)[kCount], uint32_t (&rest)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const uint32_t high = round_to_tf32(x[i]);
-    rest[i] = __float_as_uint(__uint_as_float(x[i]) - __uint_as_float(high));
-    x[i] = high;
+    const uint32_t kept = x[i] & 0xffffe000u;
+    rest[i] = __float_as_uint(__uint_as_float(x[i]) - __uint_as_float(kept)) + 0x1000u;
+    x[i] = kept;
   }
 }
 
@@ -38,38 +34,61 @@ __device__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
     ptx::mma_m16n8k8_tf32(d, a, b0, b1);
 }
 
+// d += a b to fp32 accuracy. The tensor cores cut sums off where fp32 rounds them, always towards
+// zero, which would add up over the steps: each step's product starts from zero, and fp32 units add
+// it. Where an operand is infinite the products with rests mean nothing, and that of the kept parts
+// is the whole.
+__device__ inline void mma_3xtf32(float (&d)[4], const uint32_t (&a)[4],
+                                  const uint32_t (&a_rest)[4], const uint32_t (&b)[2],
+                                  const uint32_t (&b_rest)[2]) {
+  float kept[4] = {}, rests[4] = {};
+  ptx::mma_m16n8k8_tf32(rests, a_rest, b[0], b[1]);
+  ptx::mma_m16n8k8_tf32(rests, a, b_rest[0], b_rest[1]);
+  ptx::mma_m16n8k8_tf32(kept, a, b[0], b[1]);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float product = kept[i] + rests[i];
+    d[i] += isfinite(product) ? product : kept[i];
+  }
+}
+
 // One step of the inner dimension.
 template <typename T, Precision kPrecision, int kM, int kN, typename A, typename B>
 __device__ void gemm_step(float (&d)[kM][kN][4], const A& a_operand, const B& b_operand, int step) {
   constexpr bool kSplit = std::is_same_v<T, float> && kPrecision == Precision::k3xTf32;
   uint32_t a[kM][4], a_rest[kM][4];
   a_operand.load(step, a);
-  if constexpr (std::is_same_v<T, float>) {
+  if constexpr (kSplit) {
 #pragma unroll
     for (int m = 0; m < kM; ++m) split_tf32(a[m], a_rest[m]);
   }
 #pragma unroll
   for (int pair = 0; pair < kN / 2; ++pair) {
-    uint32_t b[4], b_rest[4];
+    uint32_t b[2][2], b_rest[2][2];
     b_operand.load(step, pair, b);
-    if constexpr (std::is_same_v<T, float>) split_tf32(b, b_rest);
+    if constexpr (kSplit) {
+      split_tf32(b[0], b_rest[0]);
+      split_tf32(b[1], b_rest[1]);
+    }
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float(&sum)[4] = d[m][2 * pair + half];
-        if constexpr (kSplit) {
-          mma<T>(sum, a_rest[m], b[2 * half], b[2 * half + 1]);
-          mma<T>(sum, a[m], b_rest[2 * half], b_rest[2 * half + 1]);
-        }
-        mma<T>(sum, a[m], b[2 * half], b[2 * half + 1]);
+        float (&sum)[4] = d[m][2 * pair + half];
+        if constexpr (kSplit)
+          mma_3xtf32(sum, a[m], a_rest[m], b[half], b_rest[half]);
+        else
+          mma<T>(sum, a[m], b[half][0], b[half][1]);
       }
   }
 }
 
+// Three products a step keep a warp busy without the next step's; unrolled they would take the
+// registers of all steps at once.
 template <typename T, Precision kPrecision, int kSteps, int kM, int kN, typename A, typename B>
 __device__ void gemm(float (&d)[kM][kN][4], const A& a, const B& b) {
-#pragma unroll
+  constexpr bool kRolled = sizeof(T) == 4 && kPrecision == Precision::k3xTf32 && A::kAnyStep;
+#pragma unroll(kRolled ? 1 : kSteps)
   for (int step = 0; step < kSteps; ++step) gemm_step<T, kPrecision>(d, a, b, step);
 }
 

@@ -23,6 +23,7 @@ constexpr int kInner = 32 / static_cast<int>(sizeof(T));
 // a [16 kM, inner], stored as rows of the inner dimension.
 template <typename T, int kM, typename Tile>
 struct SmemA {
+  static constexpr bool kAnyStep = true;
   uint32_t address;
 
   // `row`: the first of the 16 kM rows, a multiple of 8.
@@ -33,13 +34,15 @@ struct SmemA {
   __device__ void load(int step, uint32_t (&a)[kM][4]) const {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
-      ptx::ldmatrix_x4(a[m], Tile::advance(address, step) + m * 16 * Tile::kRowBytes);
+      ptx::ldmatrix_x4(a[m][0], a[m][1], a[m][2], a[m][3],
+                       Tile::advance(address, step) + m * 16 * Tile::kRowBytes);
   }
 };
 
 // a [16 kM, inner], stored transposed: rows of the outer dimension. 16-bit elements.
 template <typename T, int kM, typename Tile>
 struct SmemTransposedA {
+  static constexpr bool kAnyStep = true;
   uint32_t address;
   Tile tile;
   int col;
@@ -53,7 +56,8 @@ struct SmemTransposedA {
     if constexpr (sizeof(T) == 2) {
 #pragma unroll
       for (int m = 0; m < kM; ++m)
-        ptx::ldmatrix_x4_trans(a[m], Tile::advance(address, m) + step * 16 * Tile::kRowBytes);
+        ptx::ldmatrix_x4_trans(a[m][0], a[m][1], a[m][2], a[m][3],
+                               Tile::advance(address, m) + step * 16 * Tile::kRowBytes);
     } else {
       const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
@@ -77,9 +81,10 @@ struct SmemB {
     const int lane = threadIdx.x % 32;
     address = tile.chunk(row + lane % 8 + lane / 16 * 8, lane / 8 % 2);
   }
-  // Columns 16 pair ... 16 pair + 15: registers 0, 1 for the first eight, 2, 3 for the others.
-  __device__ void load(int step, int pair, uint32_t (&b)[4]) const {
-    ptx::ldmatrix_x4(b, Tile::advance(address, step) + pair * 16 * Tile::kRowBytes);
+  // Columns 16 pair ... 16 pair + 15, two registers for each eight.
+  __device__ void load(int step, int pair, uint32_t (&b)[2][2]) const {
+    ptx::ldmatrix_x4(b[0][0], b[0][1], b[1][0], b[1][1],
+                     Tile::advance(address, step) + pair * 16 * Tile::kRowBytes);
   }
 };
 
@@ -97,15 +102,17 @@ struct SmemTransposedB {
     const int lane = threadIdx.x % 32;
     address = Tile::advance(tile.chunk(lane % 16, lane / 16), col / 16);
   }
-  __device__ void load(int step, int pair, uint32_t (&b)[4]) const {
+  __device__ void load(int step, int pair, uint32_t (&b)[2][2]) const {
     if constexpr (sizeof(T) == 2) {
-      ptx::ldmatrix_x4_trans(b, Tile::advance(address, pair) + step * 16 * Tile::kRowBytes);
+      ptx::ldmatrix_x4_trans(b[0][0], b[0][1], b[1][0], b[1][1],
+                             Tile::advance(address, pair) + step * 16 * Tile::kRowBytes);
     } else {
       const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
       for (int i = 0; i < 4; ++i)
-        b[i] = ptx::load_shared(tile.at(step * 8 + (kPairs ? 2 * t + i % 2 : t + i % 2 * 4),
-                                        (col + pair * 16 + i / 2 * 8 + g) * 4));
+        b[i / 2][i % 2] =
+            ptx::load_shared(tile.at(step * 8 + (kPairs ? 2 * t + i % 2 : t + i % 2 * 4),
+                                     (col + pair * 16 + i / 2 * 8 + g) * 4));
     }
   }
 };
@@ -114,6 +121,7 @@ struct SmemTransposedB {
 // bits take half the registers of the accumulator.
 template <typename T, int kM, int kN>
 struct RegistersA {
+  static constexpr bool kAnyStep = false;  // registers have no run-time index
   static constexpr int kSteps = 8 * kN / kInner<T>;
   uint32_t packed[kM][kSteps][4];
 
