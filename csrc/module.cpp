@@ -9,6 +9,12 @@
 #ifdef FLASHBPT_WITH_CUDA
 #include <cuda_runtime_api.h>
 
+#include "sm80/attn_bwd/config.h"
+#include "sm80/attn_bwd_finish/config.h"
+#include "sm80/attn_bwd_prepare/config.h"
+#include "sm80/attn_bwd_terms/config.h"
+#include "sm80/attn_fwd/config.h"
+#include "sm80/mask_tiles/config.h"
 #include "sm80/merge_states/config.h"
 #endif
 
@@ -32,6 +38,30 @@ py::dict build_info() {
 }
 
 #ifdef FLASHBPT_WITH_CUDA
+// What the tiles of the attention kernels have in common.
+template <typename Config>
+py::dict config_dict(const Config& c) {
+  return py::dict("element_bytes"_a = c.element_bytes, "head_dim"_a = c.head_dim,
+                  "block_q"_a = c.block_q, "block_k"_a = c.block_k, "warps"_a = c.warps,
+                  "min_blocks"_a = c.min_blocks, "smem_bytes"_a = c.smem_bytes(0));
+}
+
+py::dict config_dict(const sm80::MaskTilesConfig& c) {
+  return py::dict("block_tiles"_a = c.block_tiles, "thread_rows"_a = c.thread_rows,
+                  "min_blocks"_a = c.min_blocks, "smem_bytes"_a = c.smem_bytes());
+}
+
+py::dict config_dict(const sm80::AttnBwdPrepareConfig& c) {
+  return py::dict("block_threads"_a = c.block_threads, "vector_bytes"_a = c.vector_bytes,
+                  "thread_vectors"_a = c.thread_vectors, "min_lanes"_a = c.min_lanes,
+                  "min_blocks"_a = c.min_blocks, "smem_bytes"_a = c.smem_bytes());
+}
+
+py::dict config_dict(const sm80::AttnBwdFinishConfig& c) {
+  return py::dict("block_threads"_a = c.block_threads, "vector_bytes"_a = c.vector_bytes,
+                  "min_blocks"_a = c.min_blocks, "smem_bytes"_a = c.smem_bytes());
+}
+
 py::dict config_dict(const sm80::MergeStatesConfig& c) {
   return py::dict("block_threads"_a = c.block_threads, "vector_bytes"_a = c.vector_bytes,
                   "states_in_flight"_a = c.states_in_flight, "min_blocks"_a = c.min_blocks,
@@ -43,9 +73,16 @@ py::dict config_dict(const sm80::MergeStatesConfig& c) {
 py::list kernels() {
   py::list rows;
 #ifdef FLASHBPT_WITH_CUDA
-  for (const sm80::MergeStatesKernel& kernel : sm80::kMergeStatesKernels)
-    rows.append(py::dict("name"_a = kernel.name, "backend"_a = "sm80",
-                         "config"_a = config_dict(kernel.config)));
+  const auto add = [&](const char* name, const auto& config) {
+    rows.append(py::dict("name"_a = name, "backend"_a = "sm80", "config"_a = config_dict(config)));
+  };
+  for (const auto& kernel : sm80::kAttnFwdKernels) add(kernel.name, kernel.config);
+  add("attn_bwd_prepare", sm80::kAttnBwdPrepareConfig);
+  for (const auto& kernel : sm80::kAttnBwdKernels) add(kernel.name, kernel.config);
+  add("attn_bwd_finish", sm80::kAttnBwdFinishConfig);
+  for (const auto& kernel : sm80::kAttnBwdTermsKernels) add(kernel.name, kernel.config);
+  add("mask_tiles", sm80::kMaskTilesConfig);
+  for (const auto& kernel : sm80::kMergeStatesKernels) add(kernel.name, kernel.config);
 #endif
   return rows;
 }

@@ -1,0 +1,15 @@
+#pragma once
+
+#include "../attn_params.h"
+
+namespace flashbpt::sm80 {
+
+// Entries along `row` of dalibi, [partials, batch, heads_q]: one a block that adds to it.
+int64_t attn_bwd_terms_partials(const AttentionParams& p, const DeviceLimits& device);
+
+// Gradients of the terms that are added to the scores: dmask (fp32, mask's own shape, summed over
+// whatever the mask is broadcast over) and dalibi (partials). A block owns a piece of them and
+// visits every score that the piece is added to, so sums have one order.
+void launch_attn_bwd_terms(const AttnBwdParams& p, const DeviceLimits& device, cudaStream_t stream);
+
+}  // namespace flashbpt::sm80
