@@ -20,34 +20,29 @@ class MaskStage {
   }
 
   __device__ MaskStage(const TensorView& mask, int access, uint32_t smem)
-      : mask_(mask),
-        smem_(smem),
-        element_bytes_(element_bytes(mask.dtype)),
-        pitch_(kCols * element_bytes_ + tile::kChunkBytes),
-        access_(access) {}
+      : mask_(mask), smem_(smem), access_(access) {}
 
   // Starts copying the tile whose first element is (row, col) of the mask of one head; rows and
   // cols are what is left from there.
   __device__ void load(int64_t batch, int64_t head, int64_t row, int64_t col, int rows, int cols) {
-    const int chunks = kCols * element_bytes_ / tile::kChunkBytes;
+    const int chunks = kCols * bytes() / tile::kChunkBytes;
     const int64_t first = batch * mask_.batch + head * mask_.head + row * mask_.row;
-    const char* base =
-        static_cast<const char*>(mask_.data) + (first + col * mask_.col) * element_bytes_;
-    const int row_bytes = cols * element_bytes_;
+    const char* base = static_cast<const char*>(mask_.data) + (first + col * mask_.col) * bytes();
+    const int row_bytes = cols * bytes();
 #pragma unroll 2
     for (int i = threadIdx.x; i < kRows * chunks; i += kThreads) {
       const int r = i / chunks, c = i % chunks;
-      const char* from = base + r * mask_.row * element_bytes_;
-      const uint32_t to = smem_ + r * pitch_ + c * tile::kChunkBytes;
+      const char* from = base + r * mask_.row * bytes();
+      const uint32_t to = smem_ + r * pitch() + c * tile::kChunkBytes;
       if (mask_.col == 1) {
         tile::copy_chunk(to, from, c, r < rows ? row_bytes : 0, access_);
       } else {
         const int left = (r < rows ? row_bytes : 0) - c * tile::kChunkBytes;
-        const int per_chunk = tile::kChunkBytes / element_bytes_;
-        ptx::store_shared_16(to,
-                             tile::gather_chunk(from + c * per_chunk * mask_.col * element_bytes_,
-                                                left < tile::kChunkBytes ? left : tile::kChunkBytes,
-                                                element_bytes_, mask_.col * element_bytes_));
+        const int per_chunk = tile::kChunkBytes / bytes();
+        ptx::store_shared_16(
+            to, tile::gather_chunk(from + c * per_chunk * mask_.col * bytes(),
+                                   left < tile::kChunkBytes ? left : tile::kChunkBytes, bytes(),
+                                   mask_.col * bytes()));
       }
     }
   }
@@ -87,20 +82,21 @@ class MaskStage {
 
   template <int kM, int kN, typename F>
   __device__ void for_each_pair(float (&s)[kM][kN][4], int row, int col, F f) const {
-    const uint32_t first = smem_ + row * pitch_ + col * element_bytes_;
+    const uint32_t first = smem_ + row * pitch() + col * bytes();
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int n = 0; n < kN; ++n)
-          f(&s[m][n][2 * half], first + (16 * m + 8 * half) * pitch_ + 8 * n * element_bytes_);
+          f(&s[m][n][2 * half], first + (16 * m + 8 * half) * pitch() + 8 * n * bytes());
   }
+
+  __device__ int bytes() const { return element_bytes(mask_.dtype); }
+  __device__ int pitch() const { return kCols * bytes() + tile::kChunkBytes; }
 
   const TensorView& mask_;
   uint32_t smem_;
-  int element_bytes_;
-  int pitch_;
   int access_;
 };
 

@@ -10,22 +10,24 @@ namespace flashbpt {
 // Heads go in sections whose keys and values (or queries and their gradients) fit the L2 cache
 // together; within a section all heads of one tile come first, and tiles from the longest to the
 // shortest. Without sections "longest first" would have every head's keys in use at once.
+// Blocks are numbered in 32 bits, and so is everything here: each of 32-bit divisions before a
+// block's first copy costs a quarter of a 64-bit one.
 struct TileOrder {
-  int64_t tiles;    // of one head
-  int64_t heads;    // of all batch elements
-  int64_t section;  // heads of one section
-  bool last_first;  // the last tile of a head is the longest
+  uint32_t tiles;    // of one head
+  uint32_t heads;    // of all batch elements
+  uint32_t section;  // heads of one section
+  bool last_first;   // the last tile of a head is the longest
 
   struct Place {
-    int64_t head;
-    int64_t tile;
+    uint32_t head;
+    uint32_t tile;
   };
 
-  FLASHBPT_HOST_DEVICE Place at(int64_t index) const {
-    const int64_t first_head = index / (section * tiles) * section;
-    const int64_t here = heads - first_head < section ? heads - first_head : section;
-    const int64_t rest = index - first_head * tiles;
-    const int64_t tile = rest / here;
+  FLASHBPT_HOST_DEVICE Place at(uint32_t index) const {
+    const uint32_t first_head = index / (section * tiles) * section;
+    const uint32_t here = heads - first_head < section ? heads - first_head : section;
+    const uint32_t rest = index - first_head * tiles;
+    const uint32_t tile = rest / here;
     return {first_head + rest % here, last_first ? tiles - 1 - tile : tile};
   }
 
@@ -33,7 +35,8 @@ struct TileOrder {
                         int64_t bytes_shared, int64_t l2_bytes, bool last_first) {
     const int64_t fit = l2_bytes / 2 / (bytes_shared > 0 ? bytes_shared : 1);
     const int64_t section = heads_that_share * (fit > 0 ? fit : 1);
-    return {tiles, heads, section < heads ? section : heads, last_first};
+    return {static_cast<uint32_t>(tiles), static_cast<uint32_t>(heads),
+            static_cast<uint32_t>(section < heads ? section : heads), last_first};
   }
 };
 

@@ -161,7 +161,7 @@ struct AttnBwd : AttnBwdStep<kRow, kTf32> {
     const auto is_partial = [&](BwdStep step) {
       return additive || (skips ? !window.full(step.tile) : masked);
     };
-    BwdStep step{head_end - static_cast<int>(p.group()), tile_begin};
+    BwdStep step{head_end - static_cast<int>(p.group_heads), tile_begin};
     this->select_head(step.head);
     step = next_step(step);
     if (step.head >= head_end) return;
@@ -180,18 +180,21 @@ struct AttnBwd : AttnBwdStep<kRow, kTf32> {
         Scores s, dp;
         tile::clear(s);
         tile::clear(dp);
+        if (kTerms) this->select_head(step.head);
         this->scores(s, dp, step);
         this->template softmax_backward<false>(s, dp, step, mask_partial,
                                                step.tile >= full_begin && step.tile < full_end);
         tile::store_smem<T>(s, p_smem, this->row_s + lane_row, this->col_s + lane_col);
         tile::store_smem<T>(dp, ds_smem, this->row_s + lane_row, this->col_s + lane_col);
       }
-      const int64_t first_row = padded_row0 + step.tile * kBlockQ;
+      // With terms the registers hold no pointers across products: they are found again.
+      const int64_t row0 = kTerms ? 0 : padded_row0;
       const BwdStep next = next_step({step.head, step.tile + 1});
       const bool more = next.head < head_end;
       const bool next_partial = more && is_partial(next);
       __syncthreads();  // P and dS are there; nobody reads the rows' values and the mask
       if (more) {
+        if (kTerms) this->select_head(next.head);
         this->load_terms(next, next_partial);
         if (kStages == 2 && one_slice) this->load_rows(next.tile, place.slice, stage ^ 1);
       }
@@ -207,10 +210,14 @@ struct AttnBwd : AttnBwdStep<kRow, kTf32> {
             tile::SmemTransposedB<T, kNKv, Tile>(q_smem(stage), col_kv));
       if (kStages == 1) {
         __syncthreads();  // nobody reads Q and dO
-        if (more && one_slice) this->load_rows(next.tile, place.slice, stage);
+        if (more && one_slice) {
+          if (kTerms) this->select_head(next.head);
+          this->load_rows(next.tile, place.slice, stage);
+        }
       }
       ptx::cp_async_commit();
-      if (p.dq_acc) add_dq(step.tile, first_row);
+      if (p.dq_acc)
+        add_dq(step.tile, (kTerms ? this->padded_row_of(step.head) : row0) + step.tile * kBlockQ);
       step = next;
       mask_partial = next_partial;
       if (kStages == 2 && one_slice) stage ^= 1;

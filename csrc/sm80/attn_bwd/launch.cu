@@ -83,6 +83,7 @@ void launch_attn_bwd(const AttnBwdParams& params, const DeviceLimits& device, cu
   p.access_dk = access(p.dk, p.heads_kv, p.len_k);
   p.access_dv = access(p.dv, p.heads_kv, p.len_k);
   p.slices = static_cast<int>(slices_of(p, c));
+  p.group_heads = static_cast<uint32_t>(p.group());
   p.sign = p.scale > 0 ? 1.0f : (p.scale < 0 ? -1.0f : 0.0f);
   p.unit = 1.4426950408889634f;
   if (!kAttnBwdKernels[row].terms && p.scale != 0) p.unit *= std::fabs(static_cast<float>(p.scale));
@@ -90,7 +91,7 @@ void launch_attn_bwd(const AttnBwdParams& params, const DeviceLimits& device, cu
   // The first keys of a causal call are seen by the most rows.
   p.order = TileOrder::make(key_tiles(p, c.block_k), all_kv_heads(p), 1, q_bytes, device.l2_bytes,
                             /*last_first=*/false);
-  if (p.order.tiles * p.order.heads == 0) return;
+  if (p.order.tiles == 0 || p.order.heads == 0) return;
   switch (p.q.dtype) {
     case DataType::kBFloat16:
       return launch_attn_bwd_typed<__nv_bfloat16>(row, p, stream);

@@ -13,7 +13,7 @@ void launch_attn_bwd_kernel(const AttnBwdKernelParams& p, cudaStream_t stream) {
   constexpr AttnBwdConfig kConfig = kAttnBwdKernels[kRow].config;
   const auto kernel = attn_bwd_kernel<kRow, kTf32>;
   const int smem = kConfig.smem_bytes(p.mask ? element_bytes(p.mask.dtype) : 0);
-  const int64_t blocks = p.order.tiles * p.order.heads * p.q_splits * p.slices;
+  const int64_t blocks = int64_t{p.order.tiles} * p.order.heads * p.q_splits * p.slices;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
   kernel<<<static_cast<unsigned>(blocks), kConfig.threads(), smem, stream>>>(p);
 }

@@ -15,10 +15,11 @@ struct AttnBwdKernelParams : AttnBwdParams {
   int access_grad_out;
   int access_dk;
   int access_dv;
-  TileOrder order;  // of key tiles
-  int slices;       // pieces of the tile's width that the wider of Q and V has: one block each
-  float unit;       // P = exp2(score * unit - lse * log2 e); with terms scores are logarithms
-  float sign;       // of the scale, which the unit lacks; 0 for scale 0
+  TileOrder order;       // of key tiles
+  uint32_t group_heads;  // query heads of a kv head
+  int slices;            // pieces of the tile's width that the wider of Q and V has: one block each
+  float unit;            // P = exp2(score * unit - lse * log2 e); with terms scores are logarithms
+  float sign;            // of the scale, which the unit lacks; 0 for scale 0
 };
 
 // A step: one tile of query rows of one head.
@@ -68,36 +69,36 @@ __device__ void find_full_tiles(const Band& band, BwdPlace& place) {
 }
 
 template <int kBlockQ, int kBlockK>
-__device__ BwdPlace find_bwd_place(const AttnBwdKernelParams& p, int64_t index) {
+__device__ BwdPlace find_bwd_place(const AttnBwdKernelParams& p, uint32_t index) {
+  const uint32_t splits = p.q_splits, slices = p.slices, heads = p.heads_kv;
   BwdPlace place;
-  place.slice = static_cast<int>(index % p.slices);
-  index /= p.slices;
-  const int split = static_cast<int>(index % p.q_splits);
-  const TileOrder::Place at = p.order.at(index / p.q_splits);
+  place.slice = index % slices;
+  index /= slices;
+  const uint32_t split = index % splits;
+  const TileOrder::Place at = p.order.at(index / splits);
   int64_t tile = at.tile;
   place.empty = false;
   if (p.packed()) {
     const SequenceTile found = find_key_tile(p, tile, kBlockK);
     place.seq = found.seq;
-    place.kv_head = static_cast<int>(at.head);
+    place.kv_head = at.head;
     place.empty = found.empty;
     tile = found.tile;
   } else {
-    place.seq = sequence_of(p, at.head / p.heads_kv);
-    place.kv_head = static_cast<int>(at.head % p.heads_kv);
+    place.seq = sequence_of(p, at.head / heads);
+    place.kv_head = at.head % heads;
   }
-  place.head_end = static_cast<int>((place.kv_head + 1) * p.group());
+  place.head_end = (place.kv_head + 1) * p.group_heads;
   place.padded_begin = padded_row_begin(p, place.seq);
   const int64_t k0 = tile * kBlockK;
   const int64_t k_end = k0 + kBlockK < place.seq.len_k ? k0 + kBlockK : place.seq.len_k;
   place.k0 = static_cast<int>(k0);
   const KeyRange rows = rows_that_see(p.band, place.seq.shift, place.seq.len_q, k0, k_end);
-  const int64_t first = rows.begin / kBlockQ;
-  const int64_t last = rows.empty() ? first : (rows.end - 1) / kBlockQ + 1;
-  const int64_t share = (last - first + p.q_splits - 1) / p.q_splits;
-  const int64_t begin = first + split * share;
-  place.tile_begin = static_cast<int>(begin < last ? begin : last);
-  place.tile_end = static_cast<int>(begin + share < last ? begin + share : last);
+  const uint32_t first = static_cast<uint32_t>(rows.begin) / kBlockQ;
+  const uint32_t last = rows.empty() ? first : static_cast<uint32_t>(rows.end - 1) / kBlockQ + 1;
+  const uint32_t share = (last - first + splits - 1) / splits, begin = first + split * share;
+  place.tile_begin = begin < last ? begin : last;
+  place.tile_end = begin + share < last ? begin + share : last;
   find_full_tiles<kBlockQ, kBlockK>(p.band, place);
   return place;
 }

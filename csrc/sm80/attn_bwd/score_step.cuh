@@ -114,11 +114,15 @@ struct ScoreStep {
     load_rows_of<kBlockK>(v_smem, p.v, p.access.v, p.dim_v, rows_gmem(p.v, place.kv_head, row),
                           rows, slice);
   }
+  // First padded row of the sequence, of a head.
+  __device__ int64_t padded_row_of(int head) const {
+    return padded_head(p, place.seq.batch, head) * padded_rows(p) + place.padded_begin;
+  }
   // The head that the following steps are copied from.
   __device__ void select_head(int head) {
     q_gmem = rows_gmem(p.q, head, place.seq.q_begin);
     grad_out_gmem = rows_gmem(p.grad_out, head, place.seq.q_begin);
-    padded_row0 = padded_head(p, place.seq.batch, head) * padded_rows(p) + place.padded_begin;
+    padded_row0 = padded_row_of(head);
   }
   __device__ void load_rows(int q_tile, int slice, int to_stage) const {
     const int q0 = q_tile * kBlockQ;
@@ -204,17 +208,17 @@ struct ScoreStep {
   // ------------------------------------------------------------------------------- probabilities
 
   // Which of this lane's scores dropout keeps: bit 8 (m kN / 2 + pair) + i.
-  __device__ uint64_t kept_bits(const Dropout& dropout, int row, int col) const {
-    uint64_t bits = 0;
+  static_assert(4 * kM * kN <= 32);
+  __device__ uint32_t kept_bits(const Dropout& dropout, int row, int col) const {
+    uint32_t bits = 0;
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int pair = 0; pair < kN / 2; ++pair)
-        bits |= uint64_t{dropout.kept(row + 16 * m, col + 16 * pair)}
-                << (8 * (m * (kN / 2) + pair));
+        bits |= dropout.kept(row + 16 * m, col + 16 * pair) << (8 * (m * (kN / 2) + pair));
     return bits;
   }
-  static __device__ bool is_kept(uint64_t bits, int m, int n, int i) {
+  static __device__ bool is_kept(uint32_t bits, int m, int n, int i) {
     return bits >> (8 * (m * (kN / 2) + n / 2) + n % 2 * 4 + i) & 1;
   }
 
@@ -225,7 +229,7 @@ struct ScoreStep {
                                    bool full) const {
     const int row_tile = row_s + lane_row, row = step.tile * kBlockQ + row_tile;
     const int col = k0 + col_s + lane_col;
-    uint64_t kept = ~uint64_t{0};
+    uint32_t kept = ~0u;
     if constexpr (kTerms) {
       const Dropout dropout(p, place.seq, step.head);
       const float scale = static_cast<float>(p.dropout_scale);

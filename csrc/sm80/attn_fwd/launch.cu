@@ -94,13 +94,14 @@ void launch_attn_fwd(const AttnFwdParams& params, const DeviceLimits& device, cu
       p.mask ? row_access(p.mask, batch, p.heads_q, p.len_q) : 0};
   p.slices_qk = static_cast<int>(ceil_div(p.dim, c.head_dim));
   p.slices_v = static_cast<int>(ceil_div(p.dim_v, c.head_dim));
+  p.group_heads = static_cast<uint32_t>(p.group());
   p.sign = p.scale > 0 ? 1.0f : (p.scale < 0 ? -1.0f : 0.0f);
   p.unit = kLog2eHost;
   if (!kAttnFwdKernels[row].terms && p.scale != 0) p.unit *= std::fabs(static_cast<float>(p.scale));
   const int64_t kv_bytes = p.len_k * (p.dim + p.dim_v) * element_bytes(p.q.dtype);
   p.order = TileOrder::make(query_tiles(p, c.block_q), all_heads(p), p.group(), kv_bytes,
                             device.l2_bytes, p.band.right != Band::kNoLimit);
-  if (p.order.tiles * p.order.heads == 0) return;
+  if (p.order.tiles == 0 || p.order.heads == 0) return;
   switch (p.q.dtype) {
     case DataType::kBFloat16:
       return launch_attn_fwd_typed<__nv_bfloat16>(row, p, stream);

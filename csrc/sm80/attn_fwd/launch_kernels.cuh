@@ -13,7 +13,7 @@ void launch_attn_fwd_kernel(const AttnFwdKernelParams& p, cudaStream_t stream) {
   constexpr AttnFwdConfig kConfig = kAttnFwdKernels[kRow].config;
   const auto kernel = attn_fwd_kernel<kRow, kTf32>;
   const int smem = kConfig.smem_bytes(p.mask ? element_bytes(p.mask.dtype) : 0);
-  const int64_t blocks = p.order.tiles * p.order.heads * p.splits * p.slices_v;
+  const int64_t blocks = int64_t{p.order.tiles} * p.order.heads * p.splits * p.slices_v;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
   kernel<<<static_cast<unsigned>(blocks), kConfig.threads(), smem, stream>>>(p);
 }

@@ -12,10 +12,11 @@ namespace flashbpt::sm80 {
 struct AttnFwdKernelParams : AttnFwdParams {
   RowAccess access;
   TileOrder order;
-  int slices_qk;  // pieces of the tile's width that Q and K have
-  int slices_v;   // and V and O: one block each
-  float unit;     // softmax: exp2(score * unit); with terms scores are natural logarithms
-  float sign;     // of the scale, which the unit lacks; 0 for scale 0
+  uint32_t group_heads;  // query heads of a kv head
+  int slices_qk;         // pieces of the tile's width that Q and K have
+  int slices_v;          // and V and O: one block each
+  float unit;            // softmax: exp2(score * unit); with terms scores are natural logarithms
+  float sign;            // of the scale, which the unit lacks; 0 for scale 0
 };
 
 struct FwdPlace {
@@ -33,25 +34,26 @@ struct FwdPlace {
 };
 
 template <int kBlockQ, int kBlockK>
-__device__ FwdPlace find_fwd_place(const AttnFwdKernelParams& p, int64_t index) {
+__device__ FwdPlace find_fwd_place(const AttnFwdKernelParams& p, uint32_t index) {
+  const uint32_t splits = p.splits, slices = p.slices_v, heads = p.heads_q;
   FwdPlace place;
-  place.slice = static_cast<int>(index % p.slices_v);
-  index /= p.slices_v;
-  place.split = static_cast<int>(index % p.splits);
-  const TileOrder::Place at = p.order.at(index / p.splits);
+  place.slice = index % slices;
+  index /= slices;
+  place.split = index % splits;
+  const TileOrder::Place at = p.order.at(index / splits);
   int64_t tile = at.tile;
   place.empty = false;
   if (p.packed()) {
     const SequenceTile found = find_query_tile(p, tile, kBlockQ);
     place.seq = found.seq;
-    place.head = static_cast<int>(at.head);
+    place.head = at.head;
     place.empty = found.empty;
     tile = found.tile;
   } else {
-    place.seq = sequence_of(p, at.head / p.heads_q);
-    place.head = static_cast<int>(at.head % p.heads_q);
+    place.seq = sequence_of(p, at.head / heads);
+    place.head = at.head % heads;
   }
-  place.kv_head = static_cast<int>(place.head / p.group());
+  place.kv_head = static_cast<uint32_t>(place.head) / p.group_heads;
   const int64_t q0 = tile * kBlockQ;
   const int64_t left = place.seq.len_q - q0;
   const int64_t q_end = q0 + (left < kBlockQ ? left : kBlockQ);
@@ -60,12 +62,11 @@ __device__ FwdPlace find_fwd_place(const AttnFwdKernelParams& p, int64_t index) 
   const KeyRange seen = seen_by_all(p.band, place.seq.shift, place.seq.len_k, q0, q_end);
   place.seen_begin = static_cast<int>(seen.begin);
   place.seen_end = static_cast<int>(seen.end);
-  const int64_t first = keys.begin / kBlockK;
-  const int64_t last = keys.empty() ? first : (keys.end - 1) / kBlockK + 1;
-  const int64_t share = (last - first + p.splits - 1) / p.splits;
-  const int64_t begin = first + place.split * share;
-  place.tile_begin = static_cast<int>(begin < last ? begin : last);
-  place.tile_end = static_cast<int>(begin + share < last ? begin + share : last);
+  const uint32_t first = static_cast<uint32_t>(keys.begin) / kBlockK;
+  const uint32_t last = keys.empty() ? first : static_cast<uint32_t>(keys.end - 1) / kBlockK + 1;
+  const uint32_t share = (last - first + splits - 1) / splits, begin = first + place.split * share;
+  place.tile_begin = begin < last ? begin : last;
+  place.tile_end = begin + share < last ? begin + share : last;
   return place;
 }
 
