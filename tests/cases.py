@@ -1,5 +1,6 @@
 """Shapes and options of attention calls as data, and the random tensors for them."""
 
+import math
 from dataclasses import dataclass, fields
 
 import torch
@@ -59,8 +60,10 @@ def ids(cases):
 
 
 def draw(shape, dtype, device, size=1.0, mean=0.0):
-    """Normal values, rounded to dtype on the CPU so that every device gets the same ones."""
-    return (torch.randn(shape, dtype=torch.float64) * size + mean).to(dtype).to(device)
+    """Normal values. Every device gets the same ones, but where they are many."""
+    where = device if math.prod(shape) > 2**20 else "cpu"
+    x = torch.randn(shape, dtype=torch.float64, device=where)
+    return (x * size + mean).to(dtype).to(device)
 
 
 def generator_state(device):

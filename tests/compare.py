@@ -21,7 +21,7 @@ LARGEST_LSE = 500.0
 # Of delta's own sum, and of the product it is taken from.
 DELTA_ULPS = 4.0
 # A gradient of fewer elements than MANY is compared with this many draws of a random error.
-MANY, SIGN_DRAWS = 256, 8
+MANY, DRAWS = 256, 8
 # float64 has no coarser composition to be held against: the reference rounds as much as the rest.
 FLOAT64_FACTOR = 100.0
 
@@ -185,9 +185,9 @@ def rounding_of_delta(exact, inputs):
     """{leaf: error} that comes from delta = rowsum(grad_out * out), out rounded to its dtype and
     the sum to the accumulator's.
 
-    An error e in delta is an error -P * e in dS, which is what a cotangent -e of the LSE gives. Its
-    sign is drawn, row by row. A leaf of few elements sums over many rows, where one draw may cancel
-    by chance: twice the root mean square of several stands for it.
+    An error e in delta is an error -P * e in dS, which is what a cotangent -e of the LSE gives. It
+    is drawn, row by row. A leaf of few elements sums over many rows, where one draw may cancel by
+    chance: twice the root mean square of several stands for it.
     """
     out, lse, leaves = exact["graph"]
     if not lse.requires_grad:
@@ -197,10 +197,10 @@ def rounding_of_delta(exact, inputs):
     eps = DELTA_ULPS * torch.finfo(accumulator(inputs.dtype)).eps
     size = (grad_out * rounded).square().sum(-1).sqrt() + eps * (grad_out * value).abs().sum(-1)
     size = torch.nan_to_num(size, 0.0, 0.0, 0.0)
-    draws = SIGN_DRAWS if min(x.numel() for x in leaves.values()) < MANY else 1
+    draws = DRAWS if min(x.numel() for x in leaves.values()) < MANY else 1
     errors = {name: [] for name in leaves}
     for _ in range(draws):
-        cotangent = size * torch.randn_like(size).sign()
+        cotangent = size * torch.randn_like(size)
         gradients = torch.autograd.grad(
             lse, list(leaves.values()), cotangent, allow_unused=True, retain_graph=True
         )
@@ -217,7 +217,7 @@ def noise_of(draws):
 
 
 # Products of one matrix product of a call: above it the truth is computed where the inputs are.
-MUCH_WORK = 2**24
+MUCH_WORK = 2**27
 
 
 def as_truth(x):

@@ -57,9 +57,12 @@ HEAD_DIMS = [
 ]
 
 
-def check_everything(case, device):
-    """An additive and a boolean mask beside every other feature, and dropout."""
-    for mask, p in (("fp32:b1qk", 0.2), ("bool:1hqk", 0.0), ("bool:b11k", 0.3)):
+# A mask and the dropout beside every other feature.
+MASKS = [("fp32:b1qk", 0.2), ("bool:1hqk", 0.0), ("bool:b11k", 0.3)]
+
+
+def check_everything(case, device, masks=MASKS):
+    for mask, p in masks:
         inputs = make(replace(case, mask=mask), device)
         check(inputs, with_dropout(inputs, p, flashbpt.attention))
 
@@ -75,9 +78,11 @@ ROWS = [
 
 def kernels_of(case, device):
     """The rows that serve a case, forward and backward."""
-    inputs = make(case, device, grads=False)
-    arguments = {**inputs.leaves, **inputs.options}
-    return {flashbpt.which_kernel(**arguments, backward=b).config for b in (False, True)}
+    dtype, kv_heads = DTYPES[case.dtype], case.kv_heads or case.heads
+    q = torch.empty(case.batch, case.heads, case.lq, case.dim, dtype=dtype, device=device)
+    k = torch.empty(case.batch, kv_heads, case.lk, case.dim, dtype=dtype, device=device)
+    options = {"is_causal": case.causal, "enable_gqa": True, "softcap": case.softcap}
+    return {flashbpt.which_kernel(q, k, k, **options, backward=b).config for b in (False, True)}
 
 
 def test_every_row_is_reached(cuda):
@@ -113,7 +118,8 @@ def test_rows_for_small_shared_memory(cuda, small_rows, case):
 @pytest.mark.parametrize("dim, dim_v", HEAD_DIMS, ids=lambda n: str(n))
 def test_head_dims(cuda, dim, dim_v, dtype):
     check(make(replace(PLAIN, dim=dim, dim_v=dim_v, dtype=dtype), cuda))
-    check_everything(replace(EVERYTHING, dim=dim, dim_v=dim_v, dtype=dtype), cuda)
+    masks = [MASKS[(dim + LOW_AND_HIGH.index(dtype)) % 3]]
+    check_everything(replace(EVERYTHING, dim=dim, dim_v=dim_v, dtype=dtype), cuda, masks)
 
 
 @pytest.mark.parametrize("dtype", LOW_AND_HIGH)
@@ -131,14 +137,14 @@ KERNELS = [("bf16", 128), ("fp16", 64), ("bf16", 256), ("fp32", 96)]
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype, dim", KERNELS)
 def test_lengths(cuda, dtype, dim, causal):
-    for lq, lk in LENGTHS:
+    for lq, lk in LENGTHS[causal::2]:
         check(make(Case(lq=lq, lk=lk, dim=dim, dtype=dtype, causal=causal, batch=1), cuda))
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype, dim", KERNELS)
 def test_lengths_on_a_full_gpu(cuda, dtype, dim, causal):
-    for lq, lk in ((65, 64), (127, 129), (128, 1), (129, 65), (257, 200)):
+    for lq, lk in ((65, 64), (127, 129), (129, 65)):
         case = Case(lq=lq, lk=lk, dim=dim, dtype=dtype, causal=causal, lse=True, **FULL)
         check(make(case, cuda))
 
@@ -149,17 +155,17 @@ def test_one_feature_at_a_time(cuda, number, dtype, dim):
     check(make(replace(FEATURES[number], dim=dim, dim_v=None, dtype=dtype), cuda))
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["", "full GPU"])
 @pytest.mark.parametrize("dtype, dim", KERNELS)
 @pytest.mark.parametrize(
     "window", [(0, 0), (3, 0), (-1, 40), (70, 70), (16, 300), (200, -1)], ids=str
 )
-def test_windows(cuda, window, dtype, dim, full):
+def test_windows(cuda, window, dtype, dim):
     for align, lq, lk in (("upper-left", 257, 300), ("lower-right", 300, 180)):
         case = Case(lq=lq, lk=lk, dim=dim, dtype=dtype, window=window, align=align, batch=1)
-        case = replace(case, **FULL) if full else case
         check(make(case, cuda))
         check(make(replace(case, causal=True, lse=True), cuda))
+    if window[0] > 3:
+        check(make(Case(lq=200, lk=140, dim=dim, dtype=dtype, window=window, **FULL), cuda))
 
 
 @pytest.mark.parametrize("lq", [1, 5, 16, 70])
@@ -253,10 +259,12 @@ def test_alignment(cuda, turn, dtype):
     def layout(i):
         return lambda x: placed(x, *PLACES[(turn * (i + 1) + i) % len(PLACES)])
 
-    for dim in (33, 40, 64, 128):
+    for dim in (33, 40, 128):
         case = Case(lq=70, lk=75, batch=2, dim=dim, dtype=dtype, causal=True, lse=True)
         check_layouts(case, cuda, [layout(i) for i in range(4)])
-    check_layouts(Case(lq=130, dim=64, dtype=dtype, **FULL), cuda, [layout(i) for i in range(4)])
+    if dtype == "bf16":
+        case = Case(lq=130, dim=64, dtype=dtype, **FULL)
+        check_layouts(case, cuda, [layout(i) for i in range(4)])
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -290,7 +298,7 @@ def test_running_maximum(cuda, largest_at, dtype, dim):
         "back": torch.linspace(0, 5, 700),
         "random": torch.rand(700) * 5,
     }[largest_at]
-    for fill in ({"batch": 1}, FULL):
+    for fill in [{"batch": 1}] + [FULL] * (dim == 128):
         inputs = make(Case(lq=66, lk=700, dim=dim, dtype=dtype, lse=True, **fill), cuda)
         x, low = inputs.leaves, inputs.dtype
         x["query"] = (x["query"].abs() + 0.1).mul(4 / dim**0.5).to(low)

@@ -165,13 +165,16 @@ def test_offsets_of_queries_past_32_bits(cuda, big):
 
 
 def test_offsets_of_keys_past_32_bits(cuda, big):
-    """All scores are 0 but those of four keys, which take all the weight."""
+    """All scores are 0 but those of four keys, which take all the weight.
+
+    They stand out by column 0, where gradients cancel to rounding and are not compared.
+    """
     big(40)
     where = torch.tensor([3, PAST - 4097, PAST - 4096, PAST - 1], device=cuda)
-    q = torch.ones(1, 1, 4, DIM, device=cuda, dtype=torch.bfloat16)
+    q = low(1, 1, 4, DIM)
     k, v = (torch.zeros(1, 1, PAST, DIM, device=cuda, dtype=torch.bfloat16) for _ in range(2))
-    k[:, :, where] = 5.0 + torch.randn(4, DIM, device=cuda).bfloat16() / 4
-    v[:, :, where] = low(4, DIM)
+    k[:, :, where], v[:, :, where] = low(4, DIM), low(4, DIM)
+    q[..., 0], k[:, :, where, 0] = 16.0, 20.0
     call = {"q": q}
     saved = forward(k=k, v=v, **call)
     grad = low(1, 1, 4, DIM)
@@ -180,9 +183,9 @@ def test_offsets_of_keys_past_32_bits(cuda, big):
     alone = forward(**few, **call)
     wanted = backward(grad, None, *alone, **few, **call)
     assert_close("out", saved[0], alone[0], ulps=2)
-    assert_close("dq", got[0], wanted[0], ulps=4)
+    assert_close("dq", got[0][..., 1:], wanted[0][..., 1:], ulps=8)
     for name, a, b in zip(("dk", "dv"), got[1:3], wanted[1:3], strict=True):
-        assert_close(name, a[:, :, where], b, ulps=4)
+        assert_close(name, a[:, :, where], b, ulps=8)
         a[:, :, where] = 0
         assert float(a.abs().max()) < 1e-6, f"{name} of keys without weight"
 
