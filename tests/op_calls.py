@@ -45,12 +45,11 @@ def next_state(like, seed):
     return state.tolist()
 
 
-def keep_mask(state, p, sizes, sequence=0):
+def keep_mask(state, p, sizes, offsets=(0, 0, 0, 0, 0)):
     """The model's mask; where that would take long, the one of the CPU's op."""
-    offsets = [sequence, 0, 0, 0, sizes[1]]
     if math.prod(sizes) < 2**19:
         return torch.from_numpy(philox.keep_mask(state, p, sizes, offsets))
-    return torch.ops.flashbpt.dropout_mask(torch.tensor(state), p, list(sizes), offsets)
+    return torch.ops.flashbpt.dropout_mask(torch.tensor(state), p, list(sizes), list(offsets))
 
 
 def with_dropout(inputs, p, fn, seed=77):
@@ -63,7 +62,7 @@ def with_dropout(inputs, p, fn, seed=77):
         spans_k = reference.spans(options.get("cu_seqlens_k", options["cu_seqlens_q"]))
         heads = q.size(1)
         keep = [
-            keep_mask(state, p, (1, heads, b - a, d - c), i)[0]
+            keep_mask(state, p, (1, heads, b - a, d - c), (i, 0, 0, 0, heads))[0]
             for i, ((a, b), (c, d)) in enumerate(zip(spans_q, spans_k, strict=True))
         ]
     else:

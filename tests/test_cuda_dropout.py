@@ -2,13 +2,12 @@
 every tile; the state that calls draw.
 """
 
-import philox
 import pytest
 import reference
 import torch
 from cases import DTYPES, Case, VarlenCase, cumulative, ids, make, make_varlen
 from compare import assert_close, check
-from op_calls import backward, forward, with_dropout
+from op_calls import backward, forward, keep_mask, with_dropout
 
 import flashbpt
 
@@ -16,10 +15,6 @@ pytestmark = pytest.mark.gpu
 
 KERNELS = [("bf16", 64), ("fp16", 128), ("bf16", 256), ("fp32", 64), ("fp32", 256), ("bf16", 512)]
 STATES = [(0, 0), (-1, 0xFFFFFFFF), (0x123456789ABCDEF, 77 + (5 << 32)), (-(2**62), 2**31)]
-
-
-def keep_mask(state, p, sizes, offsets=(0, 0, 0, 0, 0)):
-    return torch.from_numpy(philox.keep_mask(state, p, sizes, offsets))
 
 
 def state_on(device, state):
