@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "../ptx/math.h"
 #include "../ptx/mma.h"
 #include "operand.h"
 
@@ -12,15 +13,16 @@ namespace flashbpt::tile {
 // bits that TF32 cuts off, which comes to fp32 accuracy.
 enum class Precision { kTf32, k3xTf32 };
 
-// x = kept + rest: the bits that TF32 keeps, which is what the tensor cores see of x, and what it
-// cuts off, to be rounded where they would cut it again.
+// x = kept + rest, both as TF32: x rounded, and what that took from it. Emulated: cutting x off
+// instead fails the bound on fp32's error now and then.
 template <int kCount>
 __device__ void split_tf32(uint32_t (&x)[kCount], uint32_t (&rest)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const uint32_t kept = x[i] & 0xffffe000u;
-    rest[i] = __float_as_uint(__uint_as_float(x[i]) - __uint_as_float(kept)) + 0x1000u;
-    x[i] = kept;
+    const float whole = __uint_as_float(x[i]);
+    x[i] = ptx::round_to_tf32(whole);
+    // The tensor cores cut the rest off; half of a unit makes that rounding.
+    rest[i] = __float_as_uint(whole - __uint_as_float(x[i])) + 0x1000u;
   }
 }
 
