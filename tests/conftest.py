@@ -5,8 +5,10 @@ captured output. `--gpu-report FILE` records what ran on a GPU: its name, versio
 git tree hash of the csrc that was tested.
 """
 
+import importlib
 import json
 import os
+import sys
 import tempfile
 import zlib
 from collections import Counter
@@ -133,3 +135,18 @@ def small_rows(cuda):
     flashbpt._C.limit_shared_memory(101376)
     yield
     flashbpt._C.limit_shared_memory(0)
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """The modules of benchmarks/, by name, as run.py imports them."""
+    benchmarks = Path(__file__).parents[1] / "benchmarks"
+    former = list(sys.path)
+    sys.path.insert(0, str(benchmarks))
+    try:
+        yield importlib.import_module
+    finally:
+        sys.path[:] = former
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", None) or "").startswith(str(benchmarks)):
+                del sys.modules[name]
