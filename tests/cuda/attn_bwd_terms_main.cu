@@ -1,6 +1,7 @@
 // Checks and times the kernel of the terms' gradients alone, without torch: what it takes from
 // other kernels (LSE, delta, the classes of a boolean mask) comes from the host, in double.
 // docs/attn_bwd_terms.md has the command. Exit status 0: every check held.
+#include <memory>
 #include <random>
 
 #include "../../csrc/attention/philox.h"
@@ -322,7 +323,7 @@ void check(const Case& c, const DeviceLimits& limits, Random& random, bool* ok) 
     range.insert(range.end(), problem.dalibi_range.begin(), problem.dalibi_range.end());
   }
   const std::vector<float> fixed = problem.run(limits, true), free = problem.run(limits, false);
-  const double eps = c.tf32 ? 4e-3 : 1e-5;
+  const double eps = c.tf32 ? 2e-2 : 1e-5;
   double worst = 0;
   int64_t wrong = differ(fixed, problem.run(limits, true));
   for (size_t i = 0; i < right.size(); ++i)

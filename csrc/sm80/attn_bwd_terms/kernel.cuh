@@ -64,7 +64,7 @@ struct AttnBwdTerms : AttnBwdTermsStep<kRow, kTf32> {
   // All visits; false where there is nothing to add.
   __device__ bool run(Scores& sum) {
     bool any = false;
-    for (int64_t visit = block.visit_begin; visit < block.visit_end; ++visit) {
+    for (uint32_t visit = block.visit_begin; visit < block.visit_end; ++visit) {
       __syncthreads();  // nobody reads the former place
       if (threadIdx.x < 32) {
         const BwdPlace found = find_terms_place<kBlockQ, kBlockK>(p, block, visit);
@@ -80,20 +80,19 @@ struct AttnBwdTerms : AttnBwdTermsStep<kRow, kTf32> {
   __device__ bool walk(Scores& sum) {
     k0 = place.k0;
     len_q = static_cast<int>(place.seq.len_q);
-    const int head = place.head_end - 1, tile_end = place.tile_end;
-    this->select_head(head);
+    const int head = place.head_end - 1;
     const bool masked = p.mask_tiles.data != nullptr;
     const bool additive = p.mask && !masked;
     MaskWindow window;
     const auto next = [&](int tile) {
-      return window.next(tile, tile_end, masked, [&](int t) {
+      return window.next(tile, place.tile_end, masked, [&](int t) {
         return p.mask_tiles.state<1, kBlockK / MaskTiles::kCols>(
             place.seq.batch, head, t * kBlockQ / MaskTiles::kRows, k0 / MaskTiles::kCols, p.len_q,
             p.len_k);
       });
     };
     bool loaded = false, any = false;
-    for (int tile = next(place.tile_begin); tile < tile_end; tile = next(tile + 1)) {
+    for (int tile = next(place.tile_begin); tile < place.tile_end; tile = next(tile + 1)) {
       const BwdStep step{head, tile};
       const bool mask_partial = additive || (masked && !window.full(tile));
       Scores s, dp;
@@ -103,6 +102,7 @@ struct AttnBwdTerms : AttnBwdTermsStep<kRow, kTf32> {
       for (int slice = p.slices - 1; slice >= 0; --slice) {
         __syncthreads();  // nobody reads the former tile
         if (!loaded) this->load_kv(slice);
+        this->select_head(head);  // here: the registers hold no pointers across products
         this->load_rows(tile, slice, 0);
         if (slice == p.slices - 1) this->load_terms(step, mask_partial);
         ptx::cp_async_commit();
@@ -161,9 +161,9 @@ struct AttnBwdTerms : AttnBwdTermsStep<kRow, kTf32> {
   __device__ void store(const Scores& sum) const {
     const TensorView& grad = p.grad;
     float* const out = static_cast<float*>(grad.data) + place.seq.batch * grad.batch +
-                       (place.head_end - 1) * grad.head + block.row * int64_t{kBlockQ} * grad.row +
+                       (place.head_end - 1) * grad.head + int64_t{block.row} * kBlockQ * grad.row +
                        place.k0 * grad.col + block.col * p.partial_stride;
-    const int rows = static_cast<int>(place.seq.len_q) - block.row * kBlockQ;
+    const int rows = static_cast<int>(place.seq.len_q - int64_t{block.row} * kBlockQ);
     const int cols = static_cast<int>(place.seq.len_k) - place.k0;
     const int r = row_s + lane_row, c = col_s + lane_col;
     if (grad.row != 0 && grad.col != 0) {

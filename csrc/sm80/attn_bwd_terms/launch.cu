@@ -49,7 +49,10 @@ AttnBwdTermsKernelParams kernel_params(const AttnBwdParams& params, const AttnBw
               p.mask ? row_access(p.mask, batch, p.heads_q, p.len_q) : 0};
   p.access_grad_out = row_access(p.grad_out, batch, p.heads_q, p.len_q);
   p.slices = static_cast<int>(ceil_div(std::max(p.dim, p.dim_v), c.head_dim));
-  p.pieces = {batch, p.heads_q, ceil_div(p.len_q, c.block_q), key_tiles(p, c)};
+  p.group_heads = static_cast<uint32_t>(p.group());
+  const auto count = [](int64_t n) { return static_cast<uint32_t>(n); };
+  p.pieces = {count(batch), count(p.heads_q), count(ceil_div(p.len_q, c.block_q)),
+              count(key_tiles(p, c))};
   p.sums = {1, 1, 1, 1};
   p.splits = 1;
   return p;
@@ -88,7 +91,7 @@ void launch_attn_bwd_terms(const AttnBwdParams& params, const DeviceLimits& devi
     // The mask may be small where its sums are long.
     const int64_t blocks = p.blocks(), slots = int64_t{device.multiprocessors} * c.min_blocks;
     if (!p.deterministic && 0 < blocks && blocks < slots)
-      p.splits = std::min(slots / blocks, p.visits());
+      p.splits = std::min(static_cast<uint32_t>(slots / blocks), p.visits());
     launch(row, p, stream);
   }
   if (params.dalibi) {

@@ -4,6 +4,7 @@
 #include <iterator>
 #include <utility>
 
+#include "../launch_kernel.h"
 #include "kernel.cuh"
 
 namespace flashbpt::sm80 {
@@ -11,10 +12,10 @@ namespace flashbpt::sm80 {
 template <size_t kRow, bool kTf32>
 void launch_attn_bwd_terms_kernel(const AttnBwdTermsKernelParams& p, cudaStream_t stream) {
   constexpr AttnBwdConfig kConfig = kAttnBwdTermsKernels[kRow].config;
-  const auto kernel = attn_bwd_terms_kernel<kRow, kTf32>;
+  constexpr auto kKernel = attn_bwd_terms_kernel<kRow, kTf32>;
   const int smem = kConfig.smem_bytes(p.mask ? element_bytes(p.mask.dtype) : 0);
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
-  kernel<<<static_cast<unsigned>(p.blocks()), kConfig.threads(), smem, stream>>>(p);
+  allow_shared_memory<kKernel>(kConfig.smem_bytes(4));
+  kKernel<<<static_cast<unsigned>(p.blocks()), kConfig.threads(), smem, stream>>>(p);
 }
 
 // Runs the row of kAttnBwdTermsKernels with this index if it is of type T.

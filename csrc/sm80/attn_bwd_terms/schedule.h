@@ -8,7 +8,7 @@ namespace flashbpt::sm80 {
 
 // How many tiles there are along each dimension.
 struct TileCounts {
-  int64_t batch, head, row, col;
+  uint32_t batch, head, row, col;
 };
 
 // The gradient of a term, dmask or dalibi, is cut into pieces of one tile. Along a dimension over
@@ -21,30 +21,31 @@ struct AttnBwdTermsKernelParams : AttnBwdKernelParams {
   bool grad_pairs;  // two neighbours of a row are aligned to 8 bytes
   TileCounts pieces;
   TileCounts sums;  // tiles of the scores that are added to one piece; pieces * sums are all
-  int64_t splits;   // blocks that share the visits of a piece; more than 1 add atomically
+  uint32_t splits;  // blocks that share the visits of a piece; more than 1 add atomically
 
   // (batch, head, key tile)s that a piece is added up over. The rows of each come on top.
-  FLASHBPT_HOST_DEVICE int64_t visits() const { return sums.batch * sums.head * sums.col; }
+  FLASHBPT_HOST_DEVICE uint32_t visits() const { return sums.batch * sums.head * sums.col; }
   FLASHBPT_HOST_DEVICE int64_t blocks() const {
-    return pieces.batch * pieces.head * pieces.row * pieces.col * splits;
+    return int64_t{pieces.batch} * pieces.head * pieces.row * pieces.col * splits;
   }
 };
 
 struct TermsBlock {
-  int batch, head, row, col;  // the piece, which is the first tile of the scores that it visits
-  int64_t visit_begin, visit_end;
+  uint32_t batch, head, row,
+      col;  // the piece, which is the first tile of the scores that it visits
+  uint32_t visit_begin, visit_end;
 };
 
-__device__ inline TermsBlock find_terms_block(const AttnBwdTermsKernelParams& p, int64_t index) {
+__device__ inline TermsBlock find_terms_block(const AttnBwdTermsKernelParams& p, uint32_t index) {
   TermsBlock block;
-  const auto take = [&](int64_t count) {
-    const int64_t at = index % count;
+  const auto take = [&](uint32_t count) {
+    const uint32_t at = index % count;
     index /= count;
-    return static_cast<int>(at);
+    return at;
   };
-  const int64_t split = take(p.splits);
-  block.visit_begin = p.visits() * split / p.splits;
-  block.visit_end = p.visits() * (split + 1) / p.splits;
+  const uint64_t visits = p.visits(), split = take(p.splits);
+  block.visit_begin = static_cast<uint32_t>(visits * split / p.splits);
+  block.visit_end = static_cast<uint32_t>(visits * (split + 1) / p.splits);
   block.row = take(p.pieces.row);  // neighbours share keys
   block.col = take(p.pieces.col);
   block.head = take(p.pieces.head);
@@ -55,10 +56,10 @@ __device__ inline TermsBlock find_terms_block(const AttnBwdTermsKernelParams& p,
 // One visit: a tile of keys, and the query tiles that see it. The whole warp calls it.
 template <int kBlockQ, int kBlockK>
 __device__ BwdPlace find_terms_place(const AttnBwdTermsKernelParams& p, const TermsBlock& block,
-                                     int64_t visit) {
+                                     uint32_t visit) {
   int64_t tile = block.col + visit % p.sums.col;
   visit /= p.sums.col;
-  const int64_t head = block.head + visit % p.sums.head;
+  const uint32_t head = block.head + visit % p.sums.head;
   BwdPlace place;
   place.empty = false;
   if (p.packed()) {
@@ -69,8 +70,8 @@ __device__ BwdPlace find_terms_place(const AttnBwdTermsKernelParams& p, const Te
   } else {
     place.seq = sequence_of(p, block.batch + visit / p.sums.head);
   }
-  place.kv_head = static_cast<int>(head / p.group());
-  place.head_end = static_cast<int>(head) + 1;
+  place.kv_head = head / p.group_heads;
+  place.head_end = head + 1;
   place.slice = 0;
   place.padded_begin = padded_row_begin(p, place.seq);
   const int64_t k0 = tile * kBlockK;
