@@ -100,8 +100,10 @@ const char* refusal_sm80(const AttentionCall& call) {
 
 std::string kernel_sm80(const AttentionCall& call, bool backward) {
   const sm80::DeviceLimits device = device_limits(call.q);
-  return backward ? sm80::attn_bwd_kernel(call.params, device)
-                  : sm80::attn_fwd_kernel(call.params, device);
+  if (backward) return sm80::attn_bwd_kernel(call.params, device);
+  AttentionParams p = call.params;
+  if (p.drops_all()) p.dropout_threshold = 0;  // as the forward does
+  return sm80::attn_fwd_kernel(p, device);
 }
 
 at::Tensor mask_tiles(const at::Tensor& mask) {

@@ -151,6 +151,8 @@ def captured(step):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = step()
+    # The capture sets its generator's seed on its own stream, a replay on the current one.
+    torch.cuda.synchronize()
     return graph, outputs
 
 

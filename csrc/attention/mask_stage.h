@@ -28,7 +28,7 @@ class MaskStage {
     const int chunks = kCols * bytes() / tile::kChunkBytes;
     const int64_t first = batch * mask_.batch + head * mask_.head + row * mask_.row;
     const char* base = static_cast<const char*>(mask_.data) + (first + col * mask_.col) * bytes();
-    const int row_bytes = cols * bytes();
+    const int row_bytes = min(cols, kCols) * bytes();
 #pragma unroll 2
     for (int i = threadIdx.x; i < kRows * chunks; i += kThreads) {
       const int r = i / chunks, c = i % chunks;
@@ -39,10 +39,8 @@ class MaskStage {
       } else {
         const int left = (r < rows ? row_bytes : 0) - c * tile::kChunkBytes;
         const int per_chunk = tile::kChunkBytes / bytes();
-        ptx::store_shared_16(
-            to, tile::gather_chunk(from + c * per_chunk * mask_.col * bytes(),
-                                   left < tile::kChunkBytes ? left : tile::kChunkBytes, bytes(),
-                                   mask_.col * bytes()));
+        const int64_t stride = mask_.col * bytes();
+        ptx::store_shared_16(to, gather(from + c * per_chunk * stride, left, stride));
       }
     }
   }
@@ -71,6 +69,12 @@ class MaskStage {
   }
 
  private:
+  __device__ uint4 gather(const char* from, int left, int64_t stride) const {
+    if (bytes() == 1) return tile::gather_chunk<uint8_t>(from, left, stride);
+    if (bytes() == 2) return tile::gather_chunk<uint16_t>(from, left, stride);
+    return tile::gather_chunk<uint32_t>(from, left, stride);
+  }
+
   template <typename T, int kM, int kN>
   __device__ void add_pairs(float (&s)[kM][kN][4], int row, int col) const {
     for_each_pair(s, row, col, [](float* x, uint32_t address) {

@@ -63,6 +63,12 @@ inline int row_access(const TensorView& t, int64_t batch, int64_t heads, int64_t
   return access;
 }
 
+// Whether columns are neighbours and every row starts at a multiple of `bytes`.
+inline bool rows_aligned(const TensorView& t, int64_t batch, int64_t heads, int64_t rows,
+                         int64_t bytes) {
+  return t.col == 1 && row_access(t, batch, heads, rows) >= bytes;
+}
+
 struct AttnFwdParams : AttentionParams {
   MaskTiles mask_tiles;  // data is null without a boolean mask
   bool tf32 = false;     // fp32 inputs: single TF32 products are allowed
@@ -74,6 +80,25 @@ struct AttnFwdParams : AttentionParams {
   int64_t split_out_stride = 0;
   int64_t split_lse_stride = 0;
 };
+
+// Kernels without terms take P = exp2(sign * product * unit - ...): the scale as fp32 has it, and
+// its sign apart, so that the largest product has the largest score. Kernels with terms scale the
+// product themselves.
+struct ScoreUnit {
+  float unit;
+  float sign;  // 0 for scale 0
+};
+
+inline ScoreUnit score_unit(const AttentionParams& p, bool terms) {
+  constexpr float kLog2eHost = 1.4426950408889634f;
+  const float scale = static_cast<float>(p.scale);
+  if (terms || scale == 0) return {kLog2eHost, scale == 0 ? 0.0f : 1.0f};
+  return {kLog2eHost * (scale < 0 ? -scale : scale), scale < 0 ? -1.0f : 1.0f};
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
 
 // Rows as the kernels of the backward hand them to each other: every sequence starts at a multiple
 // of kRowPad. Dense: [batch * heads_q, padded_rows]; packed: [heads_q, padded_rows].

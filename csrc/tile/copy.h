@@ -11,20 +11,21 @@ namespace flashbpt::tile {
 struct GmemRows {
   const char* data;  // row 0, column 0
   int64_t row_stride;
-  int access;  // every row starts at a multiple of so many bytes: 16, 4, 2 or 1
+  int access;  // every row starts at a multiple of so many bytes: 16, 8, 4, 2 or 1
 };
 
-// The first `bytes` of a chunk, by single loads: rows that asynchronous copies cannot read.
-__device__ inline uint4 gather_chunk(const char* src, int bytes, int element_bytes,
-                                     int64_t element_stride) {
+// The first `bytes` of a chunk, by loads of single elements: rows that asynchronous copies cannot
+// read. stride: bytes from one element to the next.
+template <typename Element>
+__device__ uint4 gather_chunk(const char* src, int bytes, int64_t stride) {
+  constexpr int kBytes = sizeof(Element);
   uint32_t words[4] = {};
 #pragma unroll
-  for (int i = 0; i < kChunkBytes; ++i) {
+  for (int i = 0; i < kChunkBytes; i += kBytes)
     if (i < bytes) {
-      const char* element = src + i / element_bytes * element_stride;
-      words[i / 4] |= uint32_t{static_cast<uint8_t>(element[i % element_bytes])} << (i % 4 * 8);
+      const Element x = *reinterpret_cast<const Element*>(src + i / kBytes * stride);
+      words[i / 4] |= uint32_t{x} << (i % 4 * 8);
     }
-  }
   return {words[0], words[1], words[2], words[3]};
 }
 
@@ -38,13 +39,13 @@ __device__ inline void copy_chunk(uint32_t dst_smem, const char* row, int c, int
     ptx::store_shared_16(dst_smem, {0, 0, 0, 0});
   } else if (access == 16) {
     ptx::cp_async_16(dst_smem, from, bytes);
-  } else if (access == 4) {
+  } else if (access >= 4) {
     for (int i = 0; i < kChunkBytes; i += 4) {
       const int word = bytes - i < 0 ? 0 : (bytes - i > 4 ? 4 : bytes - i);
       ptx::cp_async_4(dst_smem + i, word > 0 ? from + i : from, word);
     }
   } else {
-    ptx::store_shared_16(dst_smem, gather_chunk(from, bytes, 1, 1));
+    ptx::store_shared_16(dst_smem, gather_chunk<uint8_t>(from, bytes, 1));
   }
 }
 

@@ -246,7 +246,9 @@ def _serve(
 ) -> tuple[torch.Tensor | None, str | None]:
     """(output, None) of flashbpt, or (None, why it refuses)."""
     if torch.compiler.is_compiling():
-        dim = 64 if query.shape[-1] <= 512 else 513  # a traced size has no value to ask with
+        value = args[1] if len(args) > 1 else kwargs.get("value", query)
+        fits = query.shape[-1] <= 512 and value.shape[-1] <= 512
+        dim = 64 if fits else 513  # a traced size has no value to ask with
         reason = _refusal_of_the_build(query.device.type, query.dtype, dim)
         if reason is not None:
             return None, reason

@@ -92,6 +92,8 @@ constexpr bool attn_bwd_configs_fit() {
     if (c.smem_bytes(kernel.terms ? 4 : 0) > 227 * 1024) return false;
     // The reserved 1 KB a block.
     if (c.min_blocks * (c.smem_bytes(0) + 1024) > 228 * 1024) return false;
+    // A step has a counter of dQ's turns for each 8 rows, and needs one a slice of heads up to 512.
+    if (kernel.terms && (512 + c.head_dim - 1) / c.head_dim > c.block_q / 8) return false;
     // 40 registers are left for fragments and addresses.
     if (c.acc_regs() + 40 > c.reg_budget()) return false;
   }

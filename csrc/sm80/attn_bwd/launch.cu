@@ -1,6 +1,5 @@
 // Chooses the kernel of a call and what its blocks do.
 #include <algorithm>
-#include <cmath>
 #include <iterator>
 
 #include "../../tile/element.h"
@@ -14,10 +13,6 @@ template <typename T>
 void launch_attn_bwd_typed(size_t row, const AttnBwdKernelParams& p, cudaStream_t stream);
 
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 int mask_element_bytes(const AttentionParams& p) {
   return p.mask ? element_bytes(p.mask.dtype) : 0;
@@ -84,9 +79,9 @@ void launch_attn_bwd(const AttnBwdParams& params, const DeviceLimits& device, cu
   p.access_dv = access(p.dv, p.heads_kv, p.len_k);
   p.slices = static_cast<int>(slices_of(p, c));
   p.group_heads = static_cast<uint32_t>(p.group());
-  p.sign = p.scale > 0 ? 1.0f : (p.scale < 0 ? -1.0f : 0.0f);
-  p.unit = 1.4426950408889634f;
-  if (!kAttnBwdKernels[row].terms && p.scale != 0) p.unit *= std::fabs(static_cast<float>(p.scale));
+  const ScoreUnit score = score_unit(p, kAttnBwdKernels[row].terms);
+  p.unit = score.unit;
+  p.sign = score.sign;
   const int64_t q_bytes = p.len_q * (p.dim + p.dim_v) * element_bytes(p.q.dtype) * p.group();
   // The first keys of a causal call are seen by the most rows.
   p.order = TileOrder::make(key_tiles(p, c.block_k), all_kv_heads(p), 1, q_bytes, device.l2_bytes,

@@ -168,6 +168,7 @@ struct ScoreStep {
         ptx::cp_async_wait<0>();
         __syncthreads();
         if (i == p.slices) break;
+        clear_dead_rows(step);
         add_scores(s, dp);
       }
     }

@@ -1,6 +1,5 @@
 #include "launch.h"
 
-#include "../row_alignment.h"
 #include "kernel.cuh"
 
 namespace flashbpt::sm80 {

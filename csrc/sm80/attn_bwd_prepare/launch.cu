@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 
-#include "../row_alignment.h"
 #include "kernel.cuh"
 
 namespace flashbpt::sm80 {

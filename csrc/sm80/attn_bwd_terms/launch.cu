@@ -16,10 +16,6 @@ void launch_attn_bwd_terms_typed(size_t row, const AttnBwdTermsKernelParams& p,
 
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
 // The first row that serves the call in one slice where there is one, else the widest.
 size_t choose_row(const AttentionParams& p, const DeviceLimits& device) {
   const int mask_bytes = p.mask ? element_bytes(p.mask.dtype) : 0;

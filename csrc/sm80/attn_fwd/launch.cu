@@ -1,6 +1,5 @@
 // Chooses the kernel of a call and what its blocks do.
 #include <algorithm>
-#include <cmath>
 #include <iterator>
 
 #include "../../tile/element.h"
@@ -14,12 +13,6 @@ template <typename T>
 void launch_attn_fwd_typed(size_t row, const AttnFwdKernelParams& p, cudaStream_t stream);
 
 namespace {
-
-constexpr float kLog2eHost = 1.4426950408889634f;
-
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 // Terms that only the kernels with `terms` know.
 bool needs_terms(const AttentionParams& p) {
@@ -95,9 +88,9 @@ void launch_attn_fwd(const AttnFwdParams& params, const DeviceLimits& device, cu
   p.slices_qk = static_cast<int>(ceil_div(p.dim, c.head_dim));
   p.slices_v = static_cast<int>(ceil_div(p.dim_v, c.head_dim));
   p.group_heads = static_cast<uint32_t>(p.group());
-  p.sign = p.scale > 0 ? 1.0f : (p.scale < 0 ? -1.0f : 0.0f);
-  p.unit = kLog2eHost;
-  if (!kAttnFwdKernels[row].terms && p.scale != 0) p.unit *= std::fabs(static_cast<float>(p.scale));
+  const ScoreUnit score = score_unit(p, kAttnFwdKernels[row].terms);
+  p.unit = score.unit;
+  p.sign = score.sign;
   const int64_t kv_bytes = p.len_k * (p.dim + p.dim_v) * element_bytes(p.q.dtype);
   p.order = TileOrder::make(query_tiles(p, c.block_q), all_heads(p), p.group(), kv_bytes,
                             device.l2_bytes, p.band.right != Band::kNoLimit);

@@ -4,6 +4,7 @@
 #include <iterator>
 #include <utility>
 
+#include "../launch_kernel.h"
 #include "kernel.cuh"
 
 namespace flashbpt::sm80 {
@@ -11,11 +12,11 @@ namespace flashbpt::sm80 {
 template <size_t kRow, bool kTf32>
 void launch_attn_fwd_kernel(const AttnFwdKernelParams& p, cudaStream_t stream) {
   constexpr AttnFwdConfig kConfig = kAttnFwdKernels[kRow].config;
-  const auto kernel = attn_fwd_kernel<kRow, kTf32>;
+  constexpr auto kKernel = attn_fwd_kernel<kRow, kTf32>;
   const int smem = kConfig.smem_bytes(p.mask ? element_bytes(p.mask.dtype) : 0);
   const int64_t blocks = int64_t{p.order.tiles} * p.order.heads * p.splits * p.slices_v;
-  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem);
-  kernel<<<static_cast<unsigned>(blocks), kConfig.threads(), smem, stream>>>(p);
+  allow_shared_memory<kKernel>(kConfig.smem_bytes(kAttnFwdKernels[kRow].terms ? 4 : 0));
+  kKernel<<<static_cast<unsigned>(blocks), kConfig.threads(), smem, stream>>>(p);
 }
 
 // Runs the row of kAttnFwdKernels with this index if it is of type T.
