@@ -235,6 +235,28 @@ def test_any_lse_cotangent_of_a_row_without_keys(device, kind, value):
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [64, 130, 320])  # 130 and 320: wider than a kernel's tile
+def test_any_out_cotangent_of_a_row_without_keys(device, dim, dtype, value):
+    """Gradients are those of a cotangent that is 0 there, whatever arrives for its output."""
+    mask = torch.rand(70, 90) < 0.5
+    mask[list(EMPTY_ROWS)[0]] = False
+    q, k, v = (torch.randn(1, 2, n, dim, dtype=dtype, device=device) for n in (70, 90, 90))
+    out_grad = torch.randn(1, 2, 70, dim, dtype=dtype, device=device)
+
+    def gradients(at_the_empty_row):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = flashbpt.attention(*leaves, mask.to(device))
+        grad = out_grad.clone()
+        grad[:, :, list(EMPTY_ROWS)[0]] = at_the_empty_row
+        return torch.autograd.grad(out, leaves, grad)
+
+    for name, a, b in zip("qkv", gradients(value), gradients(0.0), strict=True):
+        assert torch.isfinite(a).all(), f"d{name} is not finite"
+        assert_close(f"d{name}", a, b, ulps=8, terms=90)
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
 def test_any_cotangent_of_packed_rows_without_keys(device, value):
     """Of output and LSE: a sequence without keys, and rows after the last sequence."""
     q, k, v, out_grad = (torch.randn(n, h, 8, device=device) for n, h in
