@@ -77,7 +77,10 @@ ALLOWED: dict[str, str] = {
     "attn_bwd_kernelILm5E": "state of the terms, read once a step",
     "attn_bwd_kernelILm11E": "state of the terms, read once a step",
     "attn_bwd_kernelILm12E": "state of the terms, read once a step",
-    # attn_fwd_{bf16,fp16}_d128_terms on sm_80: likewise.
+    # attn_bwd_{bf16,fp16}_d256_small on sm_90a: one word.
+    "attn_bwd_kernelILm6E": "state of the terms, read once a step",
+    "attn_bwd_kernelILm13E": "state of the terms, read once a step",
+    # attn_fwd_{bf16,fp16}_d128_terms: likewise.
     "attn_fwd_kernelILm4E": "state of the terms, read once a tile",
     "attn_fwd_kernelILm12E": "state of the terms, read once a tile",
 }
