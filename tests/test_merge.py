@@ -346,7 +346,9 @@ def test_gradients_against_the_formula(through, dtype, device):
     for i, got in enumerate(grads(flashbpt.merge_attention_states)):
         state = (outs + lses)[i]
         assert got.dtype == state.dtype
-        assert_close(f"gradient {i}", got, exact[i], plain[i].to(got.dtype), ulps=2.0)
+        # That of an LSE sums grad_out * out of its own state and of all four, 16 columns each.
+        terms = 16 if i < 4 else 5 * 16
+        assert_close(f"gradient {i}", got, exact[i], plain[i].to(got.dtype), ulps=2.0, terms=terms)
         no_keys = lses[i % 4] == -INF
         assert not got[no_keys].any(), "an empty state has a gradient"
 
