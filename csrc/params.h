@@ -88,14 +88,16 @@ struct AttentionBackwardParams : AttentionParams {
   TensorView grad_out;  // [batch, heads_q, len_q, dim_v], any strides
   TensorView grad_lse;  // as lse, any strides; null: no gradient through LSE
   // Null where the gradient is not asked for.
-  TensorView dq;      // [batch, heads_q, len_q, dim]
-  TensorView dk;      // [partials, batch, heads_kv, len_k, dim], accumulation type, added into
-  TensorView dv;      // [partials, batch, heads_kv, len_k, dim_v], accumulation type, added into
+  TensorView dq;  // [batch, heads_q, len_q, dim]
+  // In the accumulation type and added into; sm80 writes them in q's type where it does not add.
+  TensorView dk;      // [partials, batch, heads_kv, len_k, dim]
+  TensorView dv;      // [partials, batch, heads_kv, len_k, dim_v]
   TensorView dmask;   // mask's own shape by strides, accumulation type, added into
   TensorView dsinks;  // [partials, batch, heads_q] along `row`, `batch`, `head`; added into
   TensorView dalibi;  // as dsinks
-  // dk, dv, dsinks and dalibi hold `partials` copies: copy i takes the query tiles i, i + partials,
-  // ..., so that nobody shares an accumulator and the sum over copies has one order.
+  // dsinks and dalibi hold copies for their blocks to own. On the CPU so do dk and dv, `partials`
+  // of each: copy i takes the query tiles i, i + partials, ..., so that nobody shares an
+  // accumulator and the sum over copies has one order.
   int64_t partials = 1;
   int64_t dk_partial_stride = 0;
   int64_t dv_partial_stride = 0;

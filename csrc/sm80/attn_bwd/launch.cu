@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "../../tile/element.h"
+#include "../dispatch_element.h"
 #include "config.h"
 #include "launch.h"
 #include "schedule.h"
@@ -87,14 +87,9 @@ void launch_attn_bwd(const AttnBwdParams& params, const DeviceLimits& device, cu
   p.order = TileOrder::make(key_tiles(p, c.block_k), all_kv_heads(p), 1, q_bytes, device.l2_bytes,
                             /*last_first=*/false);
   if (p.order.tiles == 0 || p.order.heads == 0) return;
-  switch (p.q.dtype) {
-    case DataType::kBFloat16:
-      return launch_attn_bwd_typed<__nv_bfloat16>(row, p, stream);
-    case DataType::kFloat16:
-      return launch_attn_bwd_typed<__half>(row, p, stream);
-    default:
-      return launch_attn_bwd_typed<float>(row, p, stream);
-  }
+  dispatch_element(p.q.dtype, [&](auto tag) {
+    launch_attn_bwd_typed<typename decltype(tag)::Type>(row, p, stream);
+  });
 }
 
 }  // namespace flashbpt::sm80

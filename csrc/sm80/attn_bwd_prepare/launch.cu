@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "../dispatch_element.h"
 #include "kernel.cuh"
 
 namespace flashbpt::sm80 {
@@ -31,17 +32,7 @@ void launch(const AttnBwdParams& p, cudaStream_t stream) {
 }  // namespace
 
 void launch_attn_bwd_prepare(const AttnBwdParams& p, cudaStream_t stream) {
-  switch (p.q.dtype) {
-    case DataType::kFloat32:
-      return launch<float>(p, stream);
-    case DataType::kBFloat16:
-      return launch<__nv_bfloat16>(p, stream);
-    case DataType::kFloat16:
-      return launch<__half>(p, stream);
-    case DataType::kFloat64:
-    case DataType::kBool:
-      break;
-  }
+  dispatch_element(p.q.dtype, [&](auto tag) { launch<typename decltype(tag)::Type>(p, stream); });
 }
 
 }  // namespace flashbpt::sm80

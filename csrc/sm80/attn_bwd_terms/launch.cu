@@ -3,7 +3,7 @@
 #include <iterator>
 #include <utility>
 
-#include "../../tile/element.h"
+#include "../dispatch_element.h"
 #include "config.h"
 #include "launch.h"
 #include "schedule.h"
@@ -56,14 +56,9 @@ AttnBwdTermsKernelParams kernel_params(const AttnBwdParams& params, const AttnBw
 
 void launch(size_t row, const AttnBwdTermsKernelParams& p, cudaStream_t stream) {
   if (p.blocks() == 0) return;
-  switch (p.q.dtype) {
-    case DataType::kBFloat16:
-      return launch_attn_bwd_terms_typed<__nv_bfloat16>(row, p, stream);
-    case DataType::kFloat16:
-      return launch_attn_bwd_terms_typed<__half>(row, p, stream);
-    default:
-      return launch_attn_bwd_terms_typed<float>(row, p, stream);
-  }
+  dispatch_element(p.q.dtype, [&](auto tag) {
+    launch_attn_bwd_terms_typed<typename decltype(tag)::Type>(row, p, stream);
+  });
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "../../tile/element.h"
+#include "../dispatch_element.h"
 #include "config.h"
 #include "launch.h"
 #include "schedule.h"
@@ -95,14 +95,9 @@ void launch_attn_fwd(const AttnFwdParams& params, const DeviceLimits& device, cu
   p.order = TileOrder::make(query_tiles(p, c.block_q), all_heads(p), p.group(), kv_bytes,
                             device.l2_bytes, p.band.right != Band::kNoLimit);
   if (p.order.tiles == 0 || p.order.heads == 0) return;
-  switch (p.q.dtype) {
-    case DataType::kBFloat16:
-      return launch_attn_fwd_typed<__nv_bfloat16>(row, p, stream);
-    case DataType::kFloat16:
-      return launch_attn_fwd_typed<__half>(row, p, stream);
-    default:
-      return launch_attn_fwd_typed<float>(row, p, stream);
-  }
+  dispatch_element(p.q.dtype, [&](auto tag) {
+    launch_attn_fwd_typed<typename decltype(tag)::Type>(row, p, stream);
+  });
 }
 
 }  // namespace flashbpt::sm80
