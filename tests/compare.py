@@ -181,9 +181,10 @@ def evaluate(fn, inputs, convert=None, **more):
     return results
 
 
-def rounding_of_delta(exact, inputs):
-    """{leaf: error} that comes from delta = rowsum(grad_out * out), out rounded to its dtype and
-    the sum to the accumulator's.
+def rounding_of_delta(exact, plain, inputs):
+    """{leaf: error} that comes from delta = rowsum(grad_out * out), out made of weights rounded to
+    the inputs' dtype, as the plain composition's is, rounded itself, and the sum to the
+    accumulator's.
 
     An error e in delta is an error -P * e in dS, which is what a cotangent -e of the LSE gives. It
     is drawn, row by row. A leaf of few elements sums over many rows, where one draw may cancel by
@@ -196,7 +197,8 @@ def rounding_of_delta(exact, inputs):
     rounded = value.to(inputs.dtype).double() - value
     eps = DELTA_ULPS * torch.finfo(accumulator(inputs.dtype)).eps
     size = (grad_out * rounded).square().sum(-1).sqrt() + eps * (grad_out * value).abs().sum(-1)
-    size = torch.nan_to_num(size, 0.0, 0.0, 0.0)
+    of_weights = (grad_out * (plain["out"].to(value) - value)).sum(-1)
+    size = torch.nan_to_num(size.hypot(of_weights), 0.0, 0.0, 0.0)
     draws = DRAWS if min(x.numel() for x in leaves.values()) < MANY else 1
     errors = {name: [] for name in leaves}
     for _ in range(draws):
@@ -282,7 +284,7 @@ def check(inputs, fn=None, truth=reference.attention):
     exact = evaluate(truth, inputs, convert=convert)
     plain = evaluate(truth, inputs, product=low, softmax=accumulator(low))
     got = evaluate(fn, inputs)
-    noise = rounding_of_delta(exact, inputs) if inputs.grads else {}
+    noise = rounding_of_delta(exact, plain, inputs) if inputs.grads else {}
     assert got["out"].dtype == low, f"output dtype {got['out'].dtype}, query {low}"
     assert got["lse"].dtype == accumulator(low), f"LSE dtype {got['lse'].dtype} for query {low}"
     assert_close("out", got["out"], exact["out"], plain["out"], unit=largest(exact["out"]))

@@ -26,6 +26,14 @@ __device__ void split_tf32(uint32_t (&x)[kCount], uint32_t (&rest)[kCount]) {
   }
 }
 
+// The tensor cores cut x off to TF32; half of a unit makes that rounding. Infinities and NaN stay.
+template <int kCount>
+__device__ void round_tf32(uint32_t (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    if (isfinite(__uint_as_float(x[i]))) x[i] += 0x1000u;
+}
+
 template <typename T>
 __device__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>)
@@ -58,11 +66,15 @@ __device__ inline void mma_3xtf32(float (&d)[4], const uint32_t (&a)[4],
 template <typename T, Precision kPrecision, int kM, int kN, typename A, typename B>
 __device__ void gemm_step(float (&d)[kM][kN][4], const A& a_operand, const B& b_operand, int step) {
   constexpr bool kSplit = std::is_same_v<T, float> && kPrecision == Precision::k3xTf32;
+  constexpr bool kRound = std::is_same_v<T, float> && kPrecision == Precision::kTf32;
   uint32_t a[kM][4], a_rest[kM][4];
   a_operand.load(step, a);
   if constexpr (kSplit) {
 #pragma unroll
     for (int m = 0; m < kM; ++m) split_tf32(a[m], a_rest[m]);
+  } else if constexpr (kRound) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) round_tf32(a[m]);
   }
 #pragma unroll
   for (int pair = 0; pair < kN / 2; ++pair) {
@@ -71,6 +83,9 @@ __device__ void gemm_step(float (&d)[kM][kN][4], const A& a_operand, const B& b_
     if constexpr (kSplit) {
       split_tf32(b[0], b_rest[0]);
       split_tf32(b[1], b_rest[1]);
+    } else if constexpr (kRound) {
+      round_tf32(b[0]);
+      round_tf32(b[1]);
     }
 #pragma unroll
     for (int m = 0; m < kM; ++m)
@@ -85,12 +100,12 @@ __device__ void gemm_step(float (&d)[kM][kN][4], const A& a_operand, const B& b_
   }
 }
 
-// Three products a step keep a warp busy without the next step's; unrolled they would take the
+// Three products a step keep a warp busy without the next step's; unrolled, fp32 would take the
 // registers of all steps at once.
 template <typename T, Precision kPrecision, int kSteps, int kM, int kN, typename A, typename B>
 __device__ void gemm(float (&d)[kM][kN][4], const A& a, const B& b) {
-  constexpr bool kRolled = sizeof(T) == 4 && kPrecision == Precision::k3xTf32 && A::kAnyStep;
-#pragma unroll(kRolled ? 1 : kSteps)
+  constexpr int kFp32Unroll = kPrecision == Precision::k3xTf32 ? 1 : 4;
+#pragma unroll(sizeof(T) == 4 && A::kAnyStep ? kFp32Unroll : kSteps)
   for (int step = 0; step < kSteps; ++step) gemm_step<T, kPrecision>(d, a, b, step);
 }
 
