@@ -67,22 +67,32 @@ NVCC_FLAGS += ["-Xptxas=-v", "-Xcompiler=-fPIC", "-Icsrc"]
 
 # Kernels that may spill or use local memory: part of the mangled name -> why it is worth it.
 ALLOWED: dict[str, str] = {
-    # attn_bwd_{bf16,fp16}_{d64,d128} on sm_80: one word, read once a step.
+    # attn_bwd_{bf16,fp16}: d64, d128, d256, d64_mask, d128_mask: words read once a step.
     "attn_bwd_kernelILm0E": "a third block a multiprocessor buys 15 %",
-    "attn_bwd_kernelILm1E": "a second block a multiprocessor buys more than the word costs",
-    "attn_bwd_kernelILm7E": "a third block a multiprocessor buys 15 %",
-    "attn_bwd_kernelILm8E": "a second block a multiprocessor buys more than the word costs",
-    # attn_bwd_{bf16,fp16}_{d128,d256}_terms: around the terms of the scores, not the products.
-    "attn_bwd_kernelILm4E": "state of the terms, read once a step",
-    "attn_bwd_kernelILm5E": "state of the terms, read once a step",
-    "attn_bwd_kernelILm11E": "state of the terms, read once a step",
-    "attn_bwd_kernelILm12E": "state of the terms, read once a step",
-    # attn_bwd_{bf16,fp16}_d256_small on sm_90a: one word.
+    "attn_bwd_kernelILm1E": "a second block a multiprocessor buys more than the words cost",
+    "attn_bwd_kernelILm2E": "steps of 128 rows buy 15 %",
+    "attn_bwd_kernelILm3E": "a third block a multiprocessor buys 5 %",
+    "attn_bwd_kernelILm4E": "a second block a multiprocessor buys more than the words cost",
+    "attn_bwd_kernelILm9E": "a third block a multiprocessor buys 15 %",
+    "attn_bwd_kernelILm10E": "a second block a multiprocessor buys more than the words cost",
+    "attn_bwd_kernelILm11E": "steps of 128 rows buy 15 %",
+    "attn_bwd_kernelILm12E": "a third block a multiprocessor buys 5 %",
+    "attn_bwd_kernelILm13E": "a second block a multiprocessor buys more than the words cost",
+    # attn_bwd_{bf16,fp16}_d128_terms: around the terms of the scores, not the products.
     "attn_bwd_kernelILm6E": "state of the terms, read once a step",
-    "attn_bwd_kernelILm13E": "state of the terms, read once a step",
-    # attn_fwd_{bf16,fp16}_d128_terms: likewise.
-    "attn_fwd_kernelILm4E": "state of the terms, read once a tile",
-    "attn_fwd_kernelILm12E": "state of the terms, read once a tile",
+    "attn_bwd_kernelILm15E": "state of the terms, read once a step",
+    # attn_bwd_fp32_{d64,d128_small} on sm_80.
+    "attn_bwd_kernelILm18E": "words read once a step",
+    "attn_bwd_kernelILm21E": "words read once a step",
+    # attn_fwd_{bf16,fp16}_d64 on sm_80: three words, read once a tile.
+    "attn_fwd_kernelILm0E": "32 rows a warp buy more than the words cost",
+    "attn_fwd_kernelILm10E": "32 rows a warp buy more than the words cost",
+    # attn_fwd_{bf16,fp16}_d128_terms: where dropout is drawn, not in the products.
+    "attn_fwd_kernelILm6E": "state of the terms, read once a tile",
+    "attn_fwd_kernelILm16E": "state of the terms, read once a tile",
+    # attn_fwd_fp32_{d64,d128}.
+    "attn_fwd_kernelILm20E": "a third block a multiprocessor buys 30 % in TF32",
+    "attn_fwd_kernelILm21E": "words read once a tile",
 }
 
 

@@ -158,6 +158,10 @@ void backward_sm80(const AttentionCall& call, BackwardTensors& t) {
 
   const auto options = in.q.options().dtype(at::kFloat);
   const int64_t heads = sm80::padded_heads(p), rows = sm80::padded_rows(p);
+  // The kernels count them in 32 bits.
+  TORCH_CHECK(heads * rows <= UINT32_MAX, "flashbpt: the backward takes up to ", UINT32_MAX,
+              " rows of query of all heads, each head's rounded up to a multiple of ",
+              sm80::kRowPad, "; got ", heads * rows);
   const at::Tensor row_values = at::empty({p.lse_lo ? 3 : 2, heads * rows}, options);
   p.row_lse = row_values.data_ptr<float>();
   p.row_delta = p.row_lse + heads * rows;

@@ -18,28 +18,41 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
-FLASHBPT_HOST_DEVICE inline PhiloxWords philox4x32_7(uint32_t key0, uint32_t key1, PhiloxWords c) {
+// The keys of all rounds, which every call with one seed shares.
+struct PhiloxKeys {
+  static constexpr int kRounds = 7;
+  uint32_t key[kRounds][2];
+
+  FLASHBPT_HOST_DEVICE explicit PhiloxKeys(uint64_t seed) {
+    for (int round = 0; round < kRounds; ++round) {
+      key[round][0] = static_cast<uint32_t>(seed) + round * 0x9E3779B9u;
+      key[round][1] = static_cast<uint32_t>(seed >> 32) + round * 0xBB67AE85u;
+    }
+  }
+};
+
+FLASHBPT_HOST_DEVICE inline PhiloxWords philox4x32_7(const PhiloxKeys& keys, PhiloxWords c) {
   constexpr uint32_t kMultiplier0 = 0xD2511F53u;
   constexpr uint32_t kMultiplier1 = 0xCD9E8D57u;
-  constexpr uint32_t kWeyl0 = 0x9E3779B9u;
-  constexpr uint32_t kWeyl1 = 0xBB67AE85u;
-  for (int round = 0; round < 7; ++round) {
+  for (const uint32_t (&key)[2] : keys.key) {
     const uint64_t p0 = uint64_t{kMultiplier0} * c.word[0];
     const uint64_t p1 = uint64_t{kMultiplier1} * c.word[2];
-    c = {{static_cast<uint32_t>(p1 >> 32) ^ c.word[1] ^ key0, static_cast<uint32_t>(p1),
-          static_cast<uint32_t>(p0 >> 32) ^ c.word[3] ^ key1, static_cast<uint32_t>(p0)}};
-    key0 += kWeyl0;
-    key1 += kWeyl1;
+    c = {{static_cast<uint32_t>(p1 >> 32) ^ c.word[1] ^ key[0], static_cast<uint32_t>(p1),
+          static_cast<uint32_t>(p0 >> 32) ^ c.word[3] ^ key[1], static_cast<uint32_t>(p0)}};
   }
   return c;
+}
+
+// What the counter holds of query or key i: 16 more are 8 more here.
+FLASHBPT_HOST_DEVICE inline uint32_t dropout_counter(uint32_t i) {
+  return (i / 16) * 8 + i % 8;
 }
 
 // The four words that hold (q, k); only q / 16, q % 8, k / 16 and k % 8 matter.
 FLASHBPT_HOST_DEVICE inline PhiloxWords dropout_words(uint64_t seed, uint64_t offset,
                                                       uint32_t batch_head, uint32_t q, uint32_t k) {
-  const PhiloxWords counter = {
-      {static_cast<uint32_t>(offset), batch_head, (q / 16) * 8 + q % 8, (k / 16) * 8 + k % 8}};
-  return philox4x32_7(static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32), counter);
+  return philox4x32_7(PhiloxKeys(seed), {{static_cast<uint32_t>(offset), batch_head,
+                                          dropout_counter(q), dropout_counter(k)}});
 }
 
 }  // namespace flashbpt

@@ -34,6 +34,8 @@ struct ScoreTerms {
     if (p.alibi) slope = static_cast<const float*>(p.alibi.data)[seq.batch * p.alibi.batch + head];
   }
 
+  __device__ bool only_scale() const { return softcap == 0.0f && slope == 0.0f; }
+
   // The capped score in units of the cap: tanh(score / cap).
   template <bool kExact>
   __device__ float capped(float product) const {

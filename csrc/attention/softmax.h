@@ -26,17 +26,19 @@ __device__ inline float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// kSubtractFirst: exp2((s - reference) * unit), which keeps what is near finfo.min apart; else the
-// product is folded into one multiply-add.
-template <int kM, bool kSubtractFirst>
+// subtract_first: exp2((s - reference) * unit), which keeps what is near finfo.min apart; else the
+// product is folded into one multiply-add. kMayBoth: either, else never.
+template <int kM, bool kMayBoth>
 struct OnlineSoftmax {
   static constexpr float kSlack = 8.0f;  // in units of log2
 
-  float unit;              // scores times unit are logarithms to base 2; > 0
+  float unit;  // scores times unit are logarithms to base 2; > 0
+  bool subtract_first;
   float reference[kM][2];  // -inf while a row has no keys
   float sum[kM][2];        // of this lane's columns
 
-  __device__ explicit OnlineSoftmax(float unit) : unit(unit) {
+  __device__ OnlineSoftmax(float unit, bool subtract_first)
+      : unit(unit), subtract_first(subtract_first) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -56,22 +58,10 @@ struct OnlineSoftmax {
   template <int kN, int kO, typename Share>
   __device__ void update(float (&s)[kM][kN][4], float (&o)[kM][kO][4], Share share) {
     raise(s, o, share);
-#pragma unroll
-    for (int m = 0; m < kM; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float subtract = base(m, half), scaled = -subtract * unit;
-        float row_sum = 0.0f;
-#pragma unroll
-        for (int n = 0; n < kN; ++n)
-#pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            float& x = s[m][n][i];
-            x = ptx::exp2(kSubtractFirst ? (x - subtract) * unit : fmaf(x, unit, scaled));
-            row_sum += x;
-          }
-        sum[m][half] += row_sum;
-      }
+    if (kMayBoth && subtract_first)
+      weigh(s, [&](float x, float base) { return (x - base) * unit; });
+    else
+      weigh(s, [&](float x, float base) { return fmaf(x, unit, -base * unit); });
   }
 
   // The sum over all columns, once at the end.
@@ -83,6 +73,27 @@ struct OnlineSoftmax {
   }
 
  private:
+  // s becomes exp2(f(s, base of its row)).
+  template <int kN, typename F>
+  __device__ void weigh(float (&s)[kM][kN][4], F f) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float subtract = base(m, half);
+        float row_sum = 0.0f;
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) {
+            float& x = s[m][n][i];
+            x = ptx::exp2(f(x, subtract));
+            row_sum += x;
+          }
+        sum[m][half] += row_sum;
+      }
+  }
+
   // fmaxf passes over NaN: it stays out of the reference, and comes in through P.
   template <int kN, int kO, typename Share>
   __device__ void raise(const float (&s)[kM][kN][4], float (&o)[kM][kO][4], Share share) {

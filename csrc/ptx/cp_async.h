@@ -5,7 +5,13 @@
 
 namespace flashbpt::ptx {
 
-// Copies 16 bytes past L1; of the source only the first `bytes` are read, the rest becomes zero.
+// Copies 16 bytes past L1.
+__device__ inline void cp_async_16(uint32_t dst_smem, const void* src_gmem) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst_smem), "l"(src_gmem)
+               : "memory");
+}
+
+// Of the source only the first `bytes` are read, the rest becomes zero.
 __device__ inline void cp_async_16(uint32_t dst_smem, const void* src_gmem, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst_smem), "l"(src_gmem),
                "r"(bytes)

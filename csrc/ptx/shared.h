@@ -11,6 +11,12 @@ __device__ inline uint32_t load_shared(uint32_t address) {
   return x;
 }
 
+__device__ inline float2 load_shared_float2(uint32_t address) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(address) : "memory");
+  return x;
+}
+
 __device__ inline uint4 load_shared_16(uint32_t address) {
   uint4 x;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -81,19 +81,22 @@ struct AttnFwdParams : AttentionParams {
   int64_t split_lse_stride = 0;
 };
 
-// Kernels without terms take P = exp2(sign * product * unit - ...): the scale as fp32 has it, and
-// its sign apart, so that the largest product has the largest score. Kernels with terms scale the
-// product themselves.
+// How products become weights: P = exp2(sign * product * unit - ...) with the scale as fp32 has it,
+// and its sign apart, so that the largest product has the largest score. Where terms are added to
+// the scores, and in fp32, scores are scaled first: they are natural logarithms.
 struct ScoreUnit {
   float unit;
   float sign;  // 0 for scale 0
+  bool natural;
 };
 
-inline ScoreUnit score_unit(const AttentionParams& p, bool terms) {
+inline ScoreUnit score_unit(const AttentionParams& p) {
   constexpr float kLog2eHost = 1.4426950408889634f;
   const float scale = static_cast<float>(p.scale);
-  if (terms || scale == 0) return {kLog2eHost, scale == 0 ? 0.0f : 1.0f};
-  return {kLog2eHost * (scale < 0 ? -scale : scale), scale < 0 ? -1.0f : 1.0f};
+  const bool bias = p.alibi || (p.mask && !p.boolean_mask());
+  const bool natural = p.softcap > 0 || bias || p.q.dtype == DataType::kFloat32;
+  if (natural || scale == 0) return {kLog2eHost, scale == 0 ? 0.0f : 1.0f, natural};
+  return {kLog2eHost * (scale < 0 ? -scale : scale), scale < 0 ? -1.0f : 1.0f, false};
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) {
@@ -101,8 +104,9 @@ inline int64_t ceil_div(int64_t a, int64_t b) {
 }
 
 // Rows as the kernels of the backward hand them to each other: every sequence starts at a multiple
-// of kRowPad. Dense: [batch * heads_q, padded_rows]; packed: [heads_q, padded_rows].
-constexpr int64_t kRowPad = 64;
+// of kRowPad, which is no less than the rows of a step. Dense: [batch * heads_q, padded_rows];
+// packed: [heads_q, padded_rows].
+constexpr int64_t kRowPad = 128;
 constexpr int64_t kTurnRows = 8;
 
 inline FLASHBPT_HOST_DEVICE int64_t padded_rows(const AttentionParams& p) {

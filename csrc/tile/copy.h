@@ -49,36 +49,62 @@ __device__ inline void copy_chunk(uint32_t dst_smem, const char* row, int c, int
   }
 }
 
+// Which chunks of a tile one of kThreads threads copies: chunk `chunk` of the rows row,
+// row + kRowsAtOnce, ...
+template <int kRows, int kThreads, typename Tile>
+struct CopyShare {
+  static constexpr int kRowsAtOnce =
+      kThreads / Tile::kChunks < kRows ? kThreads / Tile::kChunks : kRows;
+  static constexpr bool kAll = kRowsAtOnce * Tile::kChunks == kThreads;  // no thread is left over
+  static_assert(kRowsAtOnce > 0 && kRows % kRowsAtOnce == 0);
+
+  const int row = threadIdx.x / Tile::kChunks;
+  const int chunk = threadIdx.x % Tile::kChunks;
+};
+
+// Starts copying a tile of which all rows and columns are there, in a tensor whose rows all start
+// at a multiple of a chunk. first: this thread's first chunk, counted from `data`; row_chunks: from
+// one row to the next. 32 bits count the chunks of 64 GB, and take half the registers of a pointer.
+template <int kRows, int kThreads, typename Tile>
+__device__ void load_whole_tile(Tile dst, const void* data, uint32_t first, uint32_t row_chunks) {
+  const CopyShare<kRows, kThreads, Tile> share;
+  static_assert(share.kAll);
+#pragma unroll
+  for (int r = 0; r < kRows; r += share.kRowsAtOnce) {
+    ptx::cp_async_16(dst.chunk(share.row + r, share.chunk),
+                     static_cast<const char*>(data) + uint64_t{first} * kChunkBytes);
+    first += share.kRowsAtOnce * row_chunks;
+  }
+}
+
 // Starts copying rows [0, rows) and the first row_bytes of each; what the tile holds beyond becomes
-// zero and is not read. All kThreads take part; the caller commits and waits.
+// zero and is not read. All kThreads call it; the caller commits and waits.
 template <int kRows, int kThreads, typename Tile>
 __device__ void load_tile(Tile dst, GmemRows src, int rows, int row_bytes) {
-  constexpr int kRowsAtOnce = kThreads / Tile::kChunks;
-  static_assert(kRowsAtOnce > 0 && kRows % kRowsAtOnce == 0);
-  const int first_row = threadIdx.x / Tile::kChunks, c = threadIdx.x % Tile::kChunks;
-  if (src.access == 16) {
-    const int left = row_bytes - c * kChunkBytes;
-    const int bytes = left < 0 ? 0 : (left > kChunkBytes ? kChunkBytes : left);
-    const char* from = src.data + first_row * src.row_stride + (left > 0 ? c * kChunkBytes : 0);
-    if (rows >= kRows) {
+  const CopyShare<kRows, kThreads, Tile> share;
+  if (!share.kAll && share.row >= share.kRowsAtOnce) return;
+  if (src.access == 16 && rows >= kRows && row_bytes >= Tile::kChunks * kChunkBytes) {
+    const char* from = src.data + share.row * src.row_stride + share.chunk * kChunkBytes;
 #pragma unroll
-      for (int r = 0; r < kRows; r += kRowsAtOnce) {
-        ptx::cp_async_16(dst.chunk(first_row + r, c), from, bytes);
-        from += kRowsAtOnce * src.row_stride;
-      }
-    } else {
-#pragma unroll 1
-      for (int r = first_row; r < kRows; r += kRowsAtOnce) {
-        // Past the end nothing is read; the address only has to be one.
-        ptx::cp_async_16(dst.chunk(r, c), r < rows ? from : src.data, r < rows ? bytes : 0);
-        from += kRowsAtOnce * src.row_stride;
-      }
+    for (int r = 0; r < kRows; r += share.kRowsAtOnce) {
+      ptx::cp_async_16(dst.chunk(share.row + r, share.chunk), from);
+      from += share.kRowsAtOnce * src.row_stride;
     }
-  } else {
-#pragma unroll 1
-    for (int r = first_row; r < kRows; r += kRowsAtOnce)
-      copy_chunk(dst.chunk(r, c), src.data + r * src.row_stride, c, r < rows ? row_bytes : 0,
-                 src.access);
+    return;
+  }
+  const int left = row_bytes - share.chunk * kChunkBytes;
+  const int bytes = left < 0 ? 0 : (left > kChunkBytes ? kChunkBytes : left);
+#pragma unroll 2
+  for (int r = share.row; r < kRows; r += share.kRowsAtOnce) {
+    const char* row = src.data + r * src.row_stride;
+    if (src.access == 16) {
+      // Past the end nothing is read; the address only has to be one.
+      const bool there = r < rows && bytes > 0;
+      ptx::cp_async_16(dst.chunk(r, share.chunk),
+                       there ? row + share.chunk * kChunkBytes : src.data, there ? bytes : 0);
+    } else {
+      copy_chunk(dst.chunk(r, share.chunk), row, share.chunk, r < rows ? row_bytes : 0, src.access);
+    }
   }
 }
 

@@ -7,7 +7,7 @@
 // fp32 has no transposing load. Its transposed operands come by single words, and index the inner
 // dimension in pairs: inner index t is element 2 t of the step, t + 4 is 2 t + 1, which
 // accumulators that become operands (`RegistersA`) ask for and which meets no bank conflict. Both
-// operands of a product must use one order; SmemA knows the natural one alone.
+// operands of a product must use one order (kPairs); ldmatrix brings the natural one.
 #pragma once
 
 #include "../ptx/ldmatrix.h"
@@ -20,22 +20,34 @@ namespace flashbpt::tile {
 template <typename T>
 constexpr int kInner = 32 / static_cast<int>(sizeof(T));
 
-// a [16 kM, inner], stored as rows of the inner dimension.
-template <typename T, int kM, typename Tile>
+// a [16 kM, inner], stored as rows of the inner dimension. kPairs: the order of fp32, see above.
+template <typename T, int kM, typename Tile, bool kPairs = false>
 struct SmemA {
   static constexpr bool kAnyStep = true;
+  static constexpr bool kPairsFp32 = kPairs && sizeof(T) == 4;
   uint32_t address;
 
   // `row`: the first of the 16 kM rows, a multiple of 8.
   __device__ SmemA(Tile tile, int row) {
     const int lane = threadIdx.x % 32;
-    address = tile.chunk(row + lane % 16, lane / 16);
+    address = kPairsFp32 ? tile.chunk(row + lane / 4, lane % 4 / 2) + lane % 2 * 8
+                         : tile.chunk(row + lane % 16, lane / 16);
   }
   __device__ void load(int step, uint32_t (&a)[kM][4]) const {
 #pragma unroll
-    for (int m = 0; m < kM; ++m)
-      ptx::ldmatrix_x4(a[m][0], a[m][1], a[m][2], a[m][3],
-                       Tile::advance(address, step) + m * 16 * Tile::kRowBytes);
+    for (int m = 0; m < kM; ++m) {
+      const uint32_t at = Tile::advance(address, step) + m * 16 * Tile::kRowBytes;
+      if constexpr (kPairsFp32) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 pair = ptx::load_shared_float2(at + half * 8 * Tile::kRowBytes);
+          a[m][half] = __float_as_uint(pair.x);
+          a[m][half + 2] = __float_as_uint(pair.y);
+        }
+      } else {
+        ptx::ldmatrix_x4(a[m][0], a[m][1], a[m][2], a[m][3], at);
+      }
+    }
   }
 };
 
@@ -88,8 +100,8 @@ struct SmemB {
   }
 };
 
-// b [inner, 8 kN], stored as rows of its columns: row k of the tile is row k of b. kPairs: the
-// order of fp32, see above.
+// b [inner, 8 kN], stored as rows of its columns: row k of the tile is row k of b. kPairs: as
+// above.
 template <typename T, int kN, typename Tile, bool kPairs = true>
 struct SmemTransposedB {
   static_assert(kN % 2 == 0);

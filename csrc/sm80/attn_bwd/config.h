@@ -1,12 +1,13 @@
 // The tiles of the backward kernel, one row a kernel.
 #pragma once
 
-#include "../../params.h"
+#include "../terms.h"
 
 namespace flashbpt::sm80 {
 
 struct AttnBwdConfig {
   static constexpr int kPlaceBytes = 128;  // of what the block works on
+  static constexpr int kMostBlockQ = 128;  // kRowPad of attn_params.h
 
   int element_bytes;
   int head_dim;  // of the tiles; wider heads go in slices (docs/attn_bwd.md)
@@ -16,6 +17,7 @@ struct AttnBwdConfig {
   int warps_q;      // S, dP: warps along the rows; the others along the keys
   int warps_k;      // dK, dV: warps along the keys; the others along the columns
   int warps_dq;     // dQ: warps along the rows; the others along the columns
+  int parts_dq;     // of its columns: the first is added before dK is computed, the last after
   int stages;       // of Q and dO: 2 where shared memory has room for the next step's
   bool interleave;  // S and dP step by step in turns: fewer waits where a warp's S is small, but
                     // more registers (D 128: 272 TFLOP/s with, 297 without; D 64: 268 and 266)
@@ -35,7 +37,7 @@ struct AttnBwdConfig {
   }
   // Registers a thread of dK, dV and the larger of {S, dP} and dQ.
   constexpr int acc_regs() const {
-    const int scores = 2 * block_q * block_k, dq = block_q * head_dim;
+    const int scores = 2 * block_q * block_k, dq = block_q * head_dim / parts_dq;
     return (2 * block_k * head_dim + (scores > dq ? scores : dq)) / threads();
   }
   constexpr int reg_budget() const {
@@ -44,11 +46,10 @@ struct AttnBwdConfig {
   }
 };
 
-// terms: serves softcap, ALiBi, masks, dropout and head dims above the tile as well.
 struct AttnBwdKernel {
   const char* name;
   DataType dtype;
-  bool terms;
+  Terms terms;
   AttnBwdConfig config;
 };
 
@@ -56,44 +57,55 @@ struct AttnBwdKernel {
 // multiprocessor fills the barriers, and two blocks with two stages fill its 228 KB to the last
 // 1 KB. At D 256 eight warps hold it, one block at a time. Rows with one stage fit devices of 99
 // KB, masks of fp32 included.
-//                                      bytes dim  q   k warps q  k dq stages mix blocks
-inline constexpr AttnBwdConfig kBwd64 = {2, 64, 64, 64, 4, 2, 2, 2, 2, true, 3};
-inline constexpr AttnBwdConfig kBwd64Terms = {2, 64, 64, 64, 4, 2, 2, 2, 1, false, 2};
-inline constexpr AttnBwdConfig kBwd128 = {2, 128, 64, 64, 4, 2, 2, 2, 2, false, 2};
-inline constexpr AttnBwdConfig kBwd128Terms = {2, 128, 64, 64, 4, 2, 2, 2, 1, false, 2};
-inline constexpr AttnBwdConfig kBwd256 = {2, 256, 64, 64, 8, 2, 2, 2, 2, true, 1};
-inline constexpr AttnBwdConfig kBwd256Terms = {2, 256, 64, 64, 8, 2, 2, 2, 1, false, 1};
-inline constexpr AttnBwdConfig kBwd256Small = {2, 256, 32, 32, 4, 2, 2, 2, 1, false, 2};
-inline constexpr AttnBwdConfig kBwd64Fp32 = {4, 64, 64, 32, 4, 4, 2, 2, 1, false, 2};
-inline constexpr AttnBwdConfig kBwd128Fp32 = {4, 128, 32, 32, 4, 2, 2, 2, 1, false, 2};
+//                                      bytes dim  q   k warps q  k dq parts stages mix blocks
+inline constexpr AttnBwdConfig kBwd64 = {2, 64, 64, 64, 4, 2, 2, 2, 1, 2, true, 3};
+inline constexpr AttnBwdConfig kBwd64Mask = {2, 64, 64, 64, 4, 2, 2, 2, 1, 2, false, 3};
+inline constexpr AttnBwdConfig kBwd64Terms = {2, 64, 64, 64, 4, 2, 2, 2, 1, 2, false, 2};
+inline constexpr AttnBwdConfig kBwd128 = {2, 128, 64, 64, 4, 2, 2, 2, 2, 2, false, 2};
+inline constexpr AttnBwdConfig kBwd128Terms = {2, 128, 64, 64, 4, 2, 2, 2, 2, 1, false, 2};
+inline constexpr AttnBwdConfig kBwd256 = {2, 256, 128, 64, 8, 4, 2, 4, 2, 1, false, 1};
+inline constexpr AttnBwdConfig kBwd256Terms = {2, 256, 64, 64, 8, 2, 2, 2, 1, 1, false, 1};
+inline constexpr AttnBwdConfig kBwd256Small = {2, 256, 32, 32, 4, 2, 2, 2, 1, 1, false, 2};
+inline constexpr AttnBwdConfig kBwd64Fp32 = {4, 64, 64, 64, 4, 2, 2, 2, 1, 1, false, 2};
+inline constexpr AttnBwdConfig kBwd128Fp32 = {4, 128, 64, 64, 8, 2, 2, 2, 1, 1, false, 1};
+inline constexpr AttnBwdConfig kBwd64Fp32Small = {4, 64, 64, 32, 4, 4, 2, 2, 1, 1, false, 2};
+inline constexpr AttnBwdConfig kBwd128Fp32Small = {4, 128, 32, 32, 4, 2, 2, 2, 1, 1, false, 2};
 
 inline constexpr AttnBwdKernel kAttnBwdKernels[] = {
-    {"attn_bwd_bf16_d64", DataType::kBFloat16, false, kBwd64},
-    {"attn_bwd_bf16_d128", DataType::kBFloat16, false, kBwd128},
-    {"attn_bwd_bf16_d256", DataType::kBFloat16, false, kBwd256},
-    {"attn_bwd_bf16_d64_terms", DataType::kBFloat16, true, kBwd64Terms},
-    {"attn_bwd_bf16_d128_terms", DataType::kBFloat16, true, kBwd128Terms},
-    {"attn_bwd_bf16_d256_terms", DataType::kBFloat16, true, kBwd256Terms},
-    {"attn_bwd_bf16_d256_small", DataType::kBFloat16, true, kBwd256Small},
-    {"attn_bwd_fp16_d64", DataType::kFloat16, false, kBwd64},
-    {"attn_bwd_fp16_d128", DataType::kFloat16, false, kBwd128},
-    {"attn_bwd_fp16_d256", DataType::kFloat16, false, kBwd256},
-    {"attn_bwd_fp16_d64_terms", DataType::kFloat16, true, kBwd64Terms},
-    {"attn_bwd_fp16_d128_terms", DataType::kFloat16, true, kBwd128Terms},
-    {"attn_bwd_fp16_d256_terms", DataType::kFloat16, true, kBwd256Terms},
-    {"attn_bwd_fp16_d256_small", DataType::kFloat16, true, kBwd256Small},
-    {"attn_bwd_fp32_d64", DataType::kFloat32, true, kBwd64Fp32},
-    {"attn_bwd_fp32_d128", DataType::kFloat32, true, kBwd128Fp32},
+    {"attn_bwd_bf16_d64", DataType::kBFloat16, Terms::kNone, kBwd64},
+    {"attn_bwd_bf16_d128", DataType::kBFloat16, Terms::kNone, kBwd128},
+    {"attn_bwd_bf16_d256", DataType::kBFloat16, Terms::kNone, kBwd256},
+    {"attn_bwd_bf16_d64_mask", DataType::kBFloat16, Terms::kMask, kBwd64Mask},
+    {"attn_bwd_bf16_d128_mask", DataType::kBFloat16, Terms::kMask, kBwd128Terms},
+    {"attn_bwd_bf16_d64_terms", DataType::kBFloat16, Terms::kAll, kBwd64Terms},
+    {"attn_bwd_bf16_d128_terms", DataType::kBFloat16, Terms::kAll, kBwd128Terms},
+    {"attn_bwd_bf16_d256_terms", DataType::kBFloat16, Terms::kAll, kBwd256Terms},
+    {"attn_bwd_bf16_d256_small", DataType::kBFloat16, Terms::kAll, kBwd256Small},
+    {"attn_bwd_fp16_d64", DataType::kFloat16, Terms::kNone, kBwd64},
+    {"attn_bwd_fp16_d128", DataType::kFloat16, Terms::kNone, kBwd128},
+    {"attn_bwd_fp16_d256", DataType::kFloat16, Terms::kNone, kBwd256},
+    {"attn_bwd_fp16_d64_mask", DataType::kFloat16, Terms::kMask, kBwd64Mask},
+    {"attn_bwd_fp16_d128_mask", DataType::kFloat16, Terms::kMask, kBwd128Terms},
+    {"attn_bwd_fp16_d64_terms", DataType::kFloat16, Terms::kAll, kBwd64Terms},
+    {"attn_bwd_fp16_d128_terms", DataType::kFloat16, Terms::kAll, kBwd128Terms},
+    {"attn_bwd_fp16_d256_terms", DataType::kFloat16, Terms::kAll, kBwd256Terms},
+    {"attn_bwd_fp16_d256_small", DataType::kFloat16, Terms::kAll, kBwd256Small},
+    {"attn_bwd_fp32_d64", DataType::kFloat32, Terms::kAll, kBwd64Fp32},
+    {"attn_bwd_fp32_d128", DataType::kFloat32, Terms::kAll, kBwd128Fp32},
+    {"attn_bwd_fp32_d64_small", DataType::kFloat32, Terms::kAll, kBwd64Fp32Small},
+    {"attn_bwd_fp32_d128_small", DataType::kFloat32, Terms::kAll, kBwd128Fp32Small},
 };
 
 constexpr bool attn_bwd_configs_fit() {
   for (const AttnBwdKernel& kernel : kAttnBwdKernels) {
     const AttnBwdConfig& c = kernel.config;
-    if (c.smem_bytes(kernel.terms ? 4 : 0) > 227 * 1024) return false;
+    if (c.block_q > AttnBwdConfig::kMostBlockQ) return false;
+    if (c.smem_bytes(most_mask_bytes(kernel.terms)) > 227 * 1024) return false;
     // The reserved 1 KB a block.
     if (c.min_blocks * (c.smem_bytes(0) + 1024) > 228 * 1024) return false;
     // A step has a counter of dQ's turns for each 8 rows, and needs one a slice of heads up to 512.
-    if (kernel.terms && (512 + c.head_dim - 1) / c.head_dim > c.block_q / 8) return false;
+    if (kernel.terms == Terms::kAll && (512 + c.head_dim - 1) / c.head_dim > c.block_q / 8)
+      return false;
     // 40 registers are left for fragments and addresses.
     if (c.acc_regs() + 40 > c.reg_budget()) return false;
   }

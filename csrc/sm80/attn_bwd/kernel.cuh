@@ -5,12 +5,13 @@
 // and dV in registers, and walks over the query rows that see them, of all heads of the group, in
 // steps of block_q. Warps share a step in three ways: S and dP by (rows, keys), dK and dV by (keys,
 // columns), dQ by (rows, columns); P and dS cross from the first to the others in shared memory.
-// dQ is added to an fp32 tensor in global memory, four neighbours a lane at once.
+// dQ is added to an fp32 tensor in global memory, four neighbours a lane at once; where it goes in
+// two parts, the first is on its way while dK is computed.
 //
 // Barriers of all warps: before S (Q, dO and the rows' LSE and delta are there; nobody reads P, dS
 // and the other stage of Q and dO) and before dV (P and dS are there). With two stages the copies
 // of the next step have the products of this one to arrive; with one stage there is a third
-// barrier, after dK (nobody reads Q and dO), and dQ = dS K hides the copies.
+// barrier, after dK (nobody reads Q and dO), and the last part of dQ = dS K hides the copies.
 //
 // Deterministic: blocks add to a piece of dQ in the order of their keys, each waiting for its turn.
 // A block waits only for blocks before it in the grid, so those it waits for run or have ended.
@@ -38,20 +39,21 @@ struct AttnBwd : AttnBwdStep<kRow, kTf32> {
   using Step::grad_out_smem;
   using Step::k0;
   using Step::k_smem;
+  using Step::kAllTerms;
   using Step::kBlockK;
   using Step::kBlockQ;
   using Step::kConfig;
   using Step::kExact;
   using Step::kHeadDim;
+  using Step::kMasks;
   using Step::kPrecision;
   using Step::kStages;
-  using Step::kTerms;
   using Step::kThreads;
   using Step::lane_col;
   using Step::lane_row;
   using Step::len_q;
   using Step::p;
-  using Step::padded_row0;
+  using Step::padded_row;
   using Step::place;
   using Step::q_smem;
   using Step::smem;
@@ -70,7 +72,8 @@ struct AttnBwd : AttnBwdStep<kRow, kTf32> {
   static constexpr int kRowsDq = kBlockQ / kConfig.warps_dq;
   static constexpr int kColsDq = kHeadDim / (kConfig.warps / kConfig.warps_dq);
   static constexpr int kMKv = kRowsKv / 16, kNKv = kColsKv / 8;
-  static constexpr int kMDq = kRowsDq / 16, kNDq = kColsDq / 8;
+  static constexpr int kPartsDq = kConfig.parts_dq;
+  static constexpr int kMDq = kRowsDq / 16, kNDq = kColsDq / kPartsDq / 8;
   static constexpr int kStepsQ = kBlockQ / tile::kInner<T>;
   static constexpr int kStepsK = kBlockK / tile::kInner<T>;
   using GradKv = float[kMKv][kNKv][4];
@@ -86,22 +89,23 @@ struct AttnBwd : AttnBwdStep<kRow, kTf32> {
 
   // ------------------------------------------------------------------------------------------ dQ
 
-  // first_row: padded row of the step.
-  __device__ void add_dq(int q_tile, int64_t first_row) const {
+  // Part `part` of the columns of a step. first_row: its padded row.
+  __device__ void add_dq(int part, int q_tile, uint32_t first_row) const {
+    const int col = col_dq + part * kNDq * 8;
     float dq[kMDq][kNDq][4];
     tile::clear(dq);
     // dQ = dS K
     tile::gemm<T, kPrecision, kStepsK>(dq, tile::SmemA<T, kMDq, TileP>(ds_smem, row_dq),
-                                       tile::SmemTransposedB<T, kNDq, Tile, false>(k_smem, col_dq));
+                                       tile::SmemTransposedB<T, kNDq, Tile, false>(k_smem, col));
     int32_t* turn = nullptr;
     if (p.dq_turns) {
-      turn = p.dq_turns + first_row / kTurnRows + place.slice;
-      wait_for_turn(turn, q_tile);
+      turn = p.dq_turns + first_row / kTurnRows + slice();
+      if (part == 0) wait_for_turn(turn, q_tile);
     }
-    const int64_t pieces = dq_acc_pieces(p.dim);
-    const int first_piece = (place.slice * kHeadDim + col_dq) / 8;
-    float* const to =
-        p.dq_acc + ((first_row + row_dq) / 16 * pieces + first_piece) * 128 + threadIdx.x % 32 * 4;
+    const int pieces = p.dq_pieces, first_piece = (slice() * kHeadDim + col) / 8;
+    // A row has 8 elements of each piece of 16 rows.
+    float* const to = p.dq_acc + uint64_t{first_row + row_dq} * (p.dq_pieces * 8) +
+                      (first_piece * 128 + threadIdx.x % 32 * 4);
     const auto add = [&](int width) {
 #pragma unroll
       for (int m = 0; m < kMDq; ++m)
@@ -112,13 +116,14 @@ struct AttnBwd : AttnBwdStep<kRow, kTf32> {
     if (first_piece + kNDq <= pieces)
       add(kNDq);
     else
-      add(static_cast<int>(pieces) - first_piece);
-    if (turn) {
+      add(pieces - first_piece);
+    if (turn && part == kPartsDq - 1) {
       __threadfence();
       __syncthreads();
       if (threadIdx.x == 0) ptx::add_release(turn, 1);
     }
   }
+  __device__ int slice() const { return kAllTerms ? place.slice : 0; }
 
   // Until all blocks with earlier keys that these rows see have added theirs.
   __device__ void wait_for_turn(const int32_t* turn, int q_tile) const {
@@ -135,17 +140,16 @@ struct AttnBwd : AttnBwdStep<kRow, kTf32> {
 
   __device__ void run(GradKv& dk, GradKv& dv) {
     // In turns a step must be taken even where the mask leaves it empty: others count it.
-    const bool masked = kTerms && p.mask_tiles.data != nullptr;
+    const bool masked = kMasks && p.mask_tiles.data != nullptr;
     const bool skips = masked && !p.dq_turns;
-    const bool additive = kTerms && p.mask && !masked;
+    const bool additive = kAllTerms && p.mask && !masked;
     MaskWindow window;
     const auto state = [&](int head, int tile) {
       return p.mask_tiles.state<1, kBlockK / MaskTiles::kCols>(
           place.seq.batch, head, tile * kBlockQ / MaskTiles::kRows, k0 / MaskTiles::kCols, p.len_q,
           p.len_k);
     };
-    const int head_end = place.head_end, tile_begin = place.tile_begin, tile_end = place.tile_end;
-    const int full_begin = place.full_begin, full_end = place.full_end;
+    const int head_end = place.head_end, tile_end = place.tile_end;
     // The first step at or after (head, tile); head_end if there is none.
     const auto next_step = [&](BwdStep step) {
       while (step.head < head_end) {
@@ -153,23 +157,22 @@ struct AttnBwd : AttnBwdStep<kRow, kTf32> {
             window.next(step.tile, tile_end, skips, [&](int t) { return state(step.head, t); });
         if (step.tile < tile_end) break;
         window = MaskWindow();
-        step = {step.head + 1, tile_begin};
-        if (step.head < head_end) this->select_head(step.head);
+        step = {step.head + 1, place.tile_begin};
       }
       return step;
     };
     const auto is_partial = [&](BwdStep step) {
       return additive || (skips ? !window.full(step.tile) : masked);
     };
-    BwdStep step{head_end - static_cast<int>(p.group_heads), tile_begin};
-    this->select_head(step.head);
+    BwdStep step{head_end - static_cast<int>(p.group_heads), place.tile_begin};
     step = next_step(step);
     if (step.head >= head_end) return;
+    this->select(step);
     bool mask_partial = is_partial(step);
-    const bool one_slice = !kTerms || p.slices == 1;
+    const bool one_slice = !kAllTerms || p.slices == 1;
     if (one_slice) {
-      this->load_kv(place.slice);
-      this->load_rows(step.tile, place.slice, stage);
+      this->load_kv(slice());
+      this->load_rows(step, slice(), stage);
     }
     this->load_terms(step, mask_partial);
     ptx::cp_async_commit();
@@ -180,29 +183,36 @@ struct AttnBwd : AttnBwdStep<kRow, kTf32> {
         Scores s, dp;
         tile::clear(s);
         tile::clear(dp);
-        if (kTerms) this->select_head(step.head);
-        this->scores(s, dp, step);
-        this->template softmax_backward<false>(s, dp, step, mask_partial,
-                                               step.tile >= full_begin && step.tile < full_end);
+        if (kAllTerms) this->select(step);
+        const bool full = step.tile >= place.full_begin && step.tile < place.full_end;
+        typename Step::Kept kept;
+        this->scores(s, dp, kept, step, mask_partial || !full);
+        this->template softmax_backward<false>(s, dp, step, mask_partial, full, kept);
         tile::store_smem<T>(s, p_smem, this->row_s + lane_row, this->col_s + lane_col);
         tile::store_smem<T>(dp, ds_smem, this->row_s + lane_row, this->col_s + lane_col);
       }
-      // With terms the registers hold no pointers across products: they are found again.
-      const int64_t row0 = kTerms ? 0 : padded_row0;
       const BwdStep next = next_step({step.head, step.tile + 1});
       const bool more = next.head < head_end;
       const bool next_partial = more && is_partial(next);
       __syncthreads();  // P and dS are there; nobody reads the rows' values and the mask
+      const uint32_t first_row = padded_row;
       if (more) {
-        if (kTerms) this->select_head(next.head);
+        // With terms the registers hold no pointers across products: they are found again.
+        if (kAllTerms || next.head != step.head || (kMasks && next.tile != step.tile + 1))
+          this->select(next);
+        else
+          this->select_next_tile();
         this->load_terms(next, next_partial);
-        if (kStages == 2 && one_slice) this->load_rows(next.tile, place.slice, stage ^ 1);
+        if (kStages == 2 && one_slice) this->load_rows(next, slice(), stage ^ 1);
       }
       // dV += P^T dO
       if (p.dv)
         tile::gemm<T, kPrecision, kStepsQ>(
             dv, tile::SmemTransposedA<T, kMKv, TileP>(p_smem, row_kv),
             tile::SmemTransposedB<T, kNKv, Tile>(grad_out_smem(stage), col_kv));
+      const uint32_t row_dq =
+          kAllTerms ? this->padded_row_of(step.head) + step.tile * kBlockQ : first_row;
+      if (kPartsDq > 1 && p.dq_acc) add_dq(0, step.tile, row_dq);
       // dK += dS^T Q
       if (p.dk)
         tile::gemm<T, kPrecision, kStepsQ>(
@@ -210,14 +220,10 @@ struct AttnBwd : AttnBwdStep<kRow, kTf32> {
             tile::SmemTransposedB<T, kNKv, Tile>(q_smem(stage), col_kv));
       if (kStages == 1) {
         __syncthreads();  // nobody reads Q and dO
-        if (more && one_slice) {
-          if (kTerms) this->select_head(next.head);
-          this->load_rows(next.tile, place.slice, stage);
-        }
+        if (more && one_slice) this->load_rows(next, slice(), stage);
       }
       ptx::cp_async_commit();
-      if (p.dq_acc)
-        add_dq(step.tile, (kTerms ? this->padded_row_of(step.head) : row0) + step.tile * kBlockQ);
+      if (p.dq_acc) add_dq(kPartsDq - 1, step.tile, row_dq);
       step = next;
       mask_partial = next_partial;
       if (kStages == 2 && one_slice) stage ^= 1;

@@ -21,13 +21,12 @@ int mask_element_bytes(const AttentionParams& p) {
 // The first row that serves the call in one slice where there is one, else the widest.
 size_t choose_row(const AttentionParams& p, const DeviceLimits& device) {
   const int64_t dim = std::max(p.dim, p.dim_v);
-  const bool needs_terms = p.softcap > 0 || p.alibi || p.mask || p.dropout_threshold > 0;
   size_t best = 0;
   int64_t best_dim = 0;
   for (size_t row = 0; row < std::size(kAttnBwdKernels); ++row) {
     const AttnBwdKernel& k = kAttnBwdKernels[row];
     const bool sliced = dim > k.config.head_dim;
-    if (k.dtype != p.q.dtype || ((needs_terms || sliced) && !k.terms)) continue;
+    if (k.dtype != p.q.dtype || k.terms < (sliced ? Terms::kAll : terms_of(p))) continue;
     if (k.config.smem_bytes(mask_element_bytes(p)) > device.smem_bytes) continue;
     if (!sliced) return row;
     if (k.config.head_dim > best_dim) best = row, best_dim = k.config.head_dim;
@@ -78,10 +77,21 @@ void launch_attn_bwd(const AttnBwdParams& params, const DeviceLimits& device, cu
   p.access_dk = access(p.dk, p.heads_kv, p.len_k);
   p.access_dv = access(p.dv, p.heads_kv, p.len_k);
   p.slices = static_cast<int>(slices_of(p, c));
+  const auto chunks = [&](const TensorView& t) {
+    const int64_t last =
+        (batch - 1) * t.batch + (p.heads_q - 1) * t.head + (p.len_q - 1) * t.row + c.head_dim;
+    return last * element_bytes(t.dtype) / 16;
+  };
+  p.whole_rows = p.access.q == 16 && p.access_grad_out == 16 && p.dim == c.head_dim &&
+                 p.dim_v == c.head_dim && std::max(chunks(p.q), chunks(p.grad_out)) < UINT32_MAX;
+  if (p.whole_rows) {
+    p.q_row_chunks = static_cast<uint32_t>(p.q.row * element_bytes(p.q.dtype) / 16);
+    p.grad_out_row_chunks = static_cast<uint32_t>(p.grad_out.row * element_bytes(p.q.dtype) / 16);
+  }
+  p.dq_pieces = static_cast<uint32_t>(dq_acc_pieces(p.dim));
+  p.needs_ds = p.dq_acc || p.dk || p.dmask || p.dalibi;
   p.group_heads = static_cast<uint32_t>(p.group());
-  const ScoreUnit score = score_unit(p, kAttnBwdKernels[row].terms);
-  p.unit = score.unit;
-  p.sign = score.sign;
+  p.score = score_unit(p);
   const int64_t q_bytes = p.len_q * (p.dim + p.dim_v) * element_bytes(p.q.dtype) * p.group();
   // The first keys of a causal call are seen by the most rows.
   p.order = TileOrder::make(key_tiles(p, c.block_k), all_kv_heads(p), 1, q_bytes, device.l2_bytes,

@@ -15,7 +15,7 @@ void launch_attn_bwd_kernel(const AttnBwdKernelParams& p, cudaStream_t stream) {
   constexpr auto kKernel = attn_bwd_kernel<kRow, kTf32>;
   const int smem = kConfig.smem_bytes(p.mask ? element_bytes(p.mask.dtype) : 0);
   const int64_t blocks = int64_t{p.order.tiles} * p.order.heads * p.q_splits * p.slices;
-  allow_shared_memory<kKernel>(kConfig.smem_bytes(kAttnBwdKernels[kRow].terms ? 4 : 0));
+  allow_shared_memory<kKernel>(kConfig.smem_bytes(most_mask_bytes(kAttnBwdKernels[kRow].terms)));
   kKernel<<<static_cast<unsigned>(blocks), kConfig.threads(), smem, stream>>>(p);
 }
 

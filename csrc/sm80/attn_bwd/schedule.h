@@ -10,16 +10,21 @@
 
 namespace flashbpt::sm80 {
 
+static_assert(AttnBwdConfig::kMostBlockQ <= kRowPad);
+
 struct AttnBwdKernelParams : AttnBwdParams {
   RowAccess access;
   int access_grad_out;
   int access_dk;
   int access_dv;
-  TileOrder order;       // of key tiles
-  uint32_t group_heads;  // query heads of a kv head
-  int slices;            // pieces of the tile's width that the wider of Q and V has: one block each
-  float unit;            // P = exp2(score * unit - lse * log2 e); with terms scores are logarithms
-  float sign;            // of the scale, which the unit lacks; 0 for scale 0
+  bool needs_ds;    // for some gradient but dV
+  bool whole_rows;  // of Q and dO: as wide as the tile, aligned to 16 bytes, less than 64 GB
+  uint32_t q_row_chunks, grad_out_row_chunks;  // then: 16 bytes each, from a row to the next
+  uint32_t dq_pieces;                          // of dq_acc along the columns
+  TileOrder order;                             // of key tiles
+  uint32_t group_heads;                        // query heads of a kv head
+  int slices;  // pieces of the tile's width that the wider of Q and V has: one block each
+  ScoreUnit score;
 };
 
 // A step: one tile of query rows of one head.

@@ -14,10 +14,11 @@ namespace flashbpt::sm80 {
 
 // A step is one tile of query rows of one head against one tile of keys. Warps share it by rows and
 // columns.
-template <AttnBwdConfig kConfigArg, typename TArg, bool kTermsArg, bool kTf32>
+template <AttnBwdConfig kConfigArg, typename TArg, Terms kTerms, bool kTf32>
 struct ScoreStep {
   static constexpr AttnBwdConfig kConfig = kConfigArg;
-  static constexpr bool kTerms = kTermsArg;
+  static constexpr bool kMasks = kTerms != Terms::kNone;
+  static constexpr bool kAllTerms = kTerms == Terms::kAll;
   using T = TArg;
 
   static constexpr int kBlockQ = kConfig.block_q;
@@ -37,8 +38,9 @@ struct ScoreStep {
 
   using Tile = tile::SmemTile<kConfig.row_bytes()>;
   using TileP = tile::SmemTile<kBlockK * sizeof(T)>;
-  using Mask = MaskStage<kBlockQ, kBlockK, kThreads>;
+  using Mask = MaskStage<kBlockQ, kBlockK, kThreads, !kAllTerms>;
   using Scores = float[kM][kN][4];
+  using Kept = KeptBits<kM, kN>;
 
   struct SmemPlan {
     alignas(1024) char k[kBlockK][kConfig.row_bytes()];
@@ -62,11 +64,11 @@ struct ScoreStep {
   // Copies in registers of what every step needs from `place`.
   int k0, len_q;
   int stage = 0;  // of the current step
-  // Row 0 of the sequence, of the head that steps are copied from.
-  const char* q_gmem;
-  const char* grad_out_gmem;
-  int64_t padded_row0;
+  // Of the step that is copied next: its first row, and this thread's first chunks of Q and dO.
+  uint32_t padded_row;
+  uint32_t q_chunk, grad_out_chunk;  // where rows are whole
   Mask mask;
+  const tile::CopyShare<kBlockQ, kThreads, Tile> share;
   const int warp = threadIdx.x / 32;
   const int lane_row = threadIdx.x % 32 / 4;
   const int lane_col = threadIdx.x % 4 * 2;
@@ -99,6 +101,7 @@ struct ScoreStep {
   static __device__ int row_bytes_from(int64_t dim, int slice) {
     return static_cast<int>(dim) * int(sizeof(T)) - slice_bytes(slice);
   }
+  // first: row 0 of the tile, first column of all.
   template <int kRows>
   static __device__ void load_rows_of(Tile to, const TensorView& t, int access, int64_t dim,
                                       const char* first, int rows, int slice) {
@@ -115,39 +118,59 @@ struct ScoreStep {
                           rows, slice);
   }
   // First padded row of the sequence, of a head.
-  __device__ int64_t padded_row_of(int head) const {
-    return padded_head(p, place.seq.batch, head) * padded_rows(p) + place.padded_begin;
+  __device__ uint32_t padded_row_of(int head) const {
+    return static_cast<uint32_t>(padded_head(p, place.seq.batch, head) * padded_rows(p) +
+                                 place.padded_begin);
   }
-  // The head that the following steps are copied from.
-  __device__ void select_head(int head) {
-    q_gmem = rows_gmem(p.q, head, place.seq.q_begin);
-    grad_out_gmem = rows_gmem(p.grad_out, head, place.seq.q_begin);
-    padded_row0 = padded_row_of(head);
+  // The step that is copied next.
+  __device__ void select(BwdStep step) {
+    padded_row = padded_row_of(step.head) + step.tile * kBlockQ;
+    if (kAllTerms || !p.whole_rows) return;
+    const auto first_chunk = [&](const TensorView& t) {
+      const int64_t row = place.seq.q_begin + step.tile * kBlockQ + share.row;
+      const int64_t at = place.seq.batch * t.batch + step.head * t.head + row * t.row;
+      return static_cast<uint32_t>(at * int{sizeof(T)} / tile::kChunkBytes) + share.chunk;
+    };
+    q_chunk = first_chunk(p.q);
+    grad_out_chunk = first_chunk(p.grad_out);
   }
-  __device__ void load_rows(int q_tile, int slice, int to_stage) const {
-    const int q0 = q_tile * kBlockQ;
-    load_rows_of<kBlockQ>(q_smem(to_stage), p.q, p.access.q, p.dim,
-                          q_gmem + q0 * (p.q.row * int64_t{sizeof(T)}), len_q - q0, slice);
-    load_rows_of<kBlockQ>(grad_out_smem(to_stage), p.grad_out, p.access_grad_out, p.dim_v,
-                          grad_out_gmem + q0 * (p.grad_out.row * int64_t{sizeof(T)}), len_q - q0,
-                          slice);
+  // From the selected step to the next tile of the head.
+  __device__ void select_next_tile() {
+    padded_row += kBlockQ;
+    q_chunk += kBlockQ * p.q_row_chunks;
+    grad_out_chunk += kBlockQ * p.grad_out_row_chunks;
   }
-  __device__ void load_row_values(int q_tile) const {
+  // Q and dO of the selected step.
+  __device__ void load_rows(BwdStep step, int slice, int to_stage) const {
+    const int q0 = step.tile * kBlockQ, rows = len_q - q0;
+    if (!kAllTerms && p.whole_rows && rows >= kBlockQ) {
+      tile::load_whole_tile<kBlockQ, kThreads>(q_smem(to_stage), p.q.data, q_chunk, p.q_row_chunks);
+      tile::load_whole_tile<kBlockQ, kThreads>(grad_out_smem(to_stage), p.grad_out.data,
+                                               grad_out_chunk, p.grad_out_row_chunks);
+    } else {
+      const int64_t row = place.seq.q_begin + q0;
+      load_rows_of<kBlockQ>(q_smem(to_stage), p.q, p.access.q, p.dim,
+                            rows_gmem(p.q, step.head, row), rows, slice);
+      load_rows_of<kBlockQ>(grad_out_smem(to_stage), p.grad_out, p.access_grad_out, p.dim_v,
+                            rows_gmem(p.grad_out, step.head, row), rows, slice);
+    }
+  }
+  // LSE and delta of the selected step.
+  __device__ void load_row_values() const {
     constexpr int kChunks = kBlockQ / 4;
-    const int64_t row = padded_row0 + q_tile * kBlockQ;
     const auto load = [&](float* to, const float* from, int first_thread) {
       const int i = static_cast<int>(threadIdx.x) - first_thread;
       if (i >= 0 && i < kChunks)
-        ptx::cp_async_16(tile::smem_address(to + 4 * i), from + row + 4 * i, 16);
+        ptx::cp_async_16(tile::smem_address(to + 4 * i), from + padded_row + 4 * i);
     };
     load(smem.lse, p.row_lse, 0);
     load(smem.delta, p.row_delta, kChunks);
-    if (kTerms && p.row_lse_lo) load(smem.lse_lo, p.row_lse_lo, 2 * kChunks);
+    if (kAllTerms && p.row_lse_lo) load(smem.lse_lo, p.row_lse_lo, 2 * kChunks);
   }
   // What the softmax of a step needs beside Q and dO.
   __device__ void load_terms(BwdStep step, bool mask_partial) {
-    load_row_values(step.tile);
-    if (kTerms && mask_partial) {
+    load_row_values();
+    if (kMasks && mask_partial) {
       const int q0 = step.tile * kBlockQ;
       mask.load(place.seq.batch, step.head, q0, k0, len_q - q0,
                 static_cast<int>(place.seq.len_k) - k0);
@@ -156,26 +179,39 @@ struct ScoreStep {
 
   // ------------------------------------------------------------------------------------ products
 
-  // S += Q K^T, dP += dO V^T, over all slices.
-  __device__ void scores(Scores& s, Scores& dp, BwdStep step) const {
-    if constexpr (kTerms) {
+  // S += Q K^T, dP += dO V^T, over all slices, and what dropout keeps. hides: some row does not see
+  // some key.
+  __device__ void scores(Scores& s, Scores& dp, Kept& kept, BwdStep step, bool hides) const {
+    if constexpr (kAllTerms) {
       for (int i = 1; p.slices > 1 && i <= p.slices; ++i) {
         __syncthreads();  // nobody reads the former slice
         const int slice = (place.slice + i) % p.slices;
         load_kv(slice);
-        load_rows(step.tile, slice, stage);
+        load_rows(step, slice, stage);
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
         __syncthreads();
         if (i == p.slices) break;
-        clear_dead_rows(step);
-        add_scores(s, dp);
+        if (hides) clear_dead_rows(step);
+        add_scores(s, dp, tile::Nothing());
       }
     }
-    clear_dead_rows(step);
-    add_scores(s, dp);
+    if (hides) clear_dead_rows(step);
+    add_last_scores(s, dp, kept, step);
   }
-  __device__ void add_scores(Scores& s, Scores& dp) const {
+  // The last slice's, and meanwhile what dropout keeps.
+  __device__ void add_last_scores(Scores& s, Scores& dp, Kept& kept, BwdStep step) const {
+    if (kMasks && p.dropout_threshold > 0) {
+      const Dropout dropout(p, place.seq, step.head);
+      const int row = step.tile * kBlockQ + row_s + lane_row, col = k0 + col_s + lane_col;
+      add_scores(s, dp, [&](int i) { kept.draw_share(dropout, i, kStepsDim, row, col); });
+    } else {
+      add_scores(s, dp, tile::Nothing());
+    }
+  }
+  // each_step: work to be done between the steps of Q K^T.
+  template <typename EachStep>
+  __device__ void add_scores(Scores& s, Scores& dp, EachStep each_step) const {
     const tile::SmemA<T, kM, Tile> q(q_smem(stage), row_s), grad_out(grad_out_smem(stage), row_s);
     const tile::SmemB<T, kN, Tile> k(k_smem, col_s), v(v_smem, col_s);
     if (kConfig.interleave && needs_ds()) {
@@ -183,16 +219,18 @@ struct ScoreStep {
       for (int step = 0; step < kStepsDim; ++step) {
         tile::gemm_step<T, kPrecision>(s, q, k, step);
         tile::gemm_step<T, kPrecision>(dp, grad_out, v, step);
+        each_step(step);
       }
     } else {
-      tile::gemm<T, kPrecision, kStepsDim>(s, q, k);
+      tile::gemm<T, kPrecision, kStepsDim>(s, q, k, each_step);
       // The branch keeps the compiler from mixing the two.
       if (needs_ds()) tile::gemm<T, kPrecision, kStepsDim>(dp, grad_out, v);
     }
   }
   // dV alone needs P alone.
-  __device__ bool needs_ds() const { return p.dq_acc || p.dk || p.dmask || p.dalibi; }
-  // What arrives for a row without keys may be NaN; its P is 0, and so is all that it gives.
+  __device__ bool needs_ds() const { return p.needs_ds; }
+  // What arrives for a row without keys may be NaN; its P is 0, and so is all that it gives. Only
+  // tiles that are hidden in part have such rows.
   __device__ void clear_dead_rows(BwdStep step) const {
     const int rows = len_q - step.tile * kBlockQ;
     bool dead = false;
@@ -208,42 +246,22 @@ struct ScoreStep {
 
   // ------------------------------------------------------------------------------- probabilities
 
-  // Which of this lane's scores dropout keeps: bit 8 (m kN / 2 + pair) + i.
-  static_assert(4 * kM * kN <= 32);
-  __device__ uint32_t kept_bits(const Dropout& dropout, int row, int col) const {
-    uint32_t bits = 0;
-#pragma unroll
-    for (int m = 0; m < kM; ++m)
-#pragma unroll
-      for (int pair = 0; pair < kN / 2; ++pair)
-        bits |= dropout.kept(row + 16 * m, col + 16 * pair) << (8 * (m * (kN / 2) + pair));
-    return bits;
-  }
-  static __device__ bool is_kept(uint32_t bits, int m, int n, int i) {
-    return bits >> (8 * (m * (kN / 2) + n / 2) + n % 2 * 4 + i) & 1;
-  }
-
   // s: products become P as dV takes it; dp becomes dS, the gradient of the product before scale
   // or, with kOfTerms, of what is added to the scores after the softcap.
   template <bool kOfTerms = false>
   __device__ void softmax_backward(Scores& s, Scores& dp, BwdStep step, bool mask_partial,
-                                   bool full) const {
+                                   bool full, const Kept& kept) const {
     const int row_tile = row_s + lane_row, row = step.tile * kBlockQ + row_tile;
     const int col = k0 + col_s + lane_col;
-    uint32_t kept = ~0u;
-    if constexpr (kTerms) {
-      const Dropout dropout(p, place.seq, step.head);
-      const float scale = static_cast<float>(p.dropout_scale);
-      if (dropout.on) {
-        kept = kept_bits(dropout, row, col);
-        for_each(dp, [&](float& x, int m, int n, int i) {
-          x = is_kept(kept, m, n, i) ? x * scale : 0.0f;
-        });
-      }
-    }
+    const bool drops = kMasks && p.dropout_threshold > 0;
+    const float dropout_scale = static_cast<float>(p.dropout_scale);
+    if (drops)
+      for_each(
+          dp, [&](float& x, int m, int n, int i) { x = kept(m, n, i) ? x * dropout_scale : 0.0f; });
     for_each(
         dp, [&](float& x, int m, int, int i) { x -= smem.delta[row_tile + 16 * m + 8 * (i / 2)]; });
-    if constexpr (kTerms) {
+    float mask_factor = 1.0f;  // of the scores that a bias is added to
+    if (kAllTerms && p.score.natural) {
       const ScoreTerms terms(p, place.seq, step.head);
       if (terms.softcap > 0.0f) {
         for_each(s, [&](float& x, int m, int n, int i) {
@@ -251,30 +269,33 @@ struct ScoreStep {
           x = terms.softcap * t;
           if (!kOfTerms) dp[m][n][i] *= 1.0f - t * t;
         });
+      } else if (mask_partial && mask.additive() && terms.only_scale()) {
+        mask_factor = terms.scale;
       } else {
         for_each(s, [&](float& x, int, int, int) { x *= terms.scale; });
       }
       terms.add_alibi(s, row, col);
-      if (mask_partial) mask.apply(s, row_tile, col_s + lane_col);
-    } else if (p.sign != 1.0f) {
-      for_each(s, [&](float& x, int, int, int) { x *= p.sign; });
+    } else if (p.score.sign != 1.0f) {
+      for_each(s, [&](float& x, int, int, int) { x *= p.score.sign; });
     }
+    if (kMasks && mask_partial) mask.apply(s, row_tile, col_s + lane_col, mask_factor);
     if (!full) hide_unseen(s, p.band, place.seq.shift, place.seq.len_k, row, col);
-    for_each(s, [&](float& x, int m, int n, int i) {
-      const int r = row_tile + 16 * m + 8 * (i / 2);
-      if constexpr (kTerms) {
+    if (kAllTerms && p.score.natural) {
+      for_each(s, [&](float& x, int m, int, int i) {
+        const int r = row_tile + 16 * m + 8 * (i / 2);
         const float lo = p.row_lse_lo ? smem.lse_lo[r] : 0.0f;
         x = ptx::exp2(((x - smem.lse[r]) - lo) * kLog2e);
-      } else {
-        x = ptx::exp2(fmaf(x, p.unit, -smem.lse[r] * kLog2e));
-      }
-      dp[m][n][i] *= x;
-    });
-    if (kTerms && p.dropout_threshold > 0) {
-      const float scale = static_cast<float>(p.dropout_scale);
-      for_each(
-          s, [&](float& x, int m, int n, int i) { x = is_kept(kept, m, n, i) ? x * scale : 0.0f; });
+      });
+    } else {
+      for_each(s, [&](float& x, int m, int, int i) {
+        const int r = row_tile + 16 * m + 8 * (i / 2);
+        x = ptx::exp2(fmaf(x, p.score.unit, -smem.lse[r] * kLog2e));
+      });
     }
+    for_each(s, [&](float& x, int m, int n, int i) { dp[m][n][i] *= x; });
+    if (drops)
+      for_each(
+          s, [&](float& x, int m, int n, int i) { x = kept(m, n, i) ? x * dropout_scale : 0.0f; });
   }
   template <typename F>
   static __device__ void for_each(Scores& x, F f) {

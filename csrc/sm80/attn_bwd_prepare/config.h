@@ -12,7 +12,8 @@ struct AttnBwdPrepareConfig {
   int min_lanes;       // of a row, which leaves no warp of the block without rows
   int min_blocks;      // a multiprocessor holds at least so many: the register budget
 
-  constexpr int smem_bytes() const { return (kRowPad + 2) * 4; }  // rowsum(dO * O), sums of dsinks
+  // rowsum(dO * O), and the sums of dsinks of each warp's rows.
+  constexpr int smem_bytes() const { return (kRowPad + kRowPad / 32) * 4; }
   constexpr int acc_regs() const { return 2 * thread_vectors * vector_bytes / 4 + 1; }
   constexpr int reg_budget() const { return 65536 / (block_threads * min_blocks); }
   constexpr int bytes_in_flight() const {
@@ -29,7 +30,8 @@ constexpr bool attn_bwd_prepare_config_fits() {
   const AttnBwdPrepareConfig& c = kAttnBwdPrepareConfig;
   // 24 registers are left for addresses and the arithmetic of one step.
   return c.acc_regs() + 24 <= c.reg_budget() && c.bytes_in_flight() >= 26 * 1024 &&
-         c.block_threads / c.min_lanes == kRowPad && kRowPad % (c.block_threads / 32) == 0;
+         c.block_threads / c.min_lanes <= kRowPad && kRowPad % (c.block_threads / 32) == 0 &&
+         c.block_threads >= kRowPad;
 }
 static_assert(attn_bwd_prepare_config_fits());
 

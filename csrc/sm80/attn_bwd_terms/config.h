@@ -25,6 +25,7 @@ constexpr AttnBwdConfig attn_bwd_terms_config(int element_bytes, int head_dim, i
   c.warps = warps;
   c.warps_q = warps_q;
   c.stages = 1;
+  c.parts_dq = 1;
   c.min_blocks = min_blocks;
   return c;
 }

@@ -24,7 +24,7 @@ namespace flashbpt::sm80 {
 template <size_t kRow, bool kTf32>
 using AttnBwdTermsStep =
     ScoreStep<kAttnBwdTermsKernels[kRow].config,
-              typename tile::ElementOf<kAttnBwdTermsKernels[kRow].dtype>::Type, true, kTf32>;
+              typename tile::ElementOf<kAttnBwdTermsKernels[kRow].dtype>::Type, Terms::kAll, kTf32>;
 
 // kRow: the row of kAttnBwdTermsKernels. kTf32: fp32 inputs in single TF32 products.
 template <size_t kRow, bool kTf32>
@@ -95,6 +95,8 @@ struct AttnBwdTerms : AttnBwdTermsStep<kRow, kTf32> {
     for (int tile = next(place.tile_begin); tile < place.tile_end; tile = next(tile + 1)) {
       const BwdStep step{head, tile};
       const bool mask_partial = additive || (masked && !window.full(tile));
+      const bool full = tile >= place.full_begin && tile < place.full_end;
+      typename Step::Kept kept;
       Scores s, dp;
       tile::clear(s);
       tile::clear(dp);
@@ -102,17 +104,19 @@ struct AttnBwdTerms : AttnBwdTermsStep<kRow, kTf32> {
       for (int slice = p.slices - 1; slice >= 0; --slice) {
         __syncthreads();  // nobody reads the former tile
         if (!loaded) this->load_kv(slice);
-        this->select_head(head);  // here: the registers hold no pointers across products
-        this->load_rows(tile, slice, 0);
+        this->select(step);  // here: the registers hold no pointers across products
+        this->load_rows(step, slice, 0);
         if (slice == p.slices - 1) this->load_terms(step, mask_partial);
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
         __syncthreads();
-        this->clear_dead_rows(step);
-        this->add_scores(s, dp);
+        if (mask_partial || !full) this->clear_dead_rows(step);
+        if (slice == 0)
+          this->add_last_scores(s, dp, kept, step);
+        else
+          this->add_scores(s, dp, tile::Nothing());
       }
-      this->template softmax_backward<true>(s, dp, step, mask_partial,
-                                            tile >= place.full_begin && tile < place.full_end);
+      this->template softmax_backward<true>(s, dp, step, mask_partial, full, kept);
       add(sum, dp, tile);
       loaded = p.slices == 1;
       any = true;

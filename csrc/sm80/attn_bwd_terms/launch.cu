@@ -45,6 +45,8 @@ AttnBwdTermsKernelParams kernel_params(const AttnBwdParams& params, const AttnBw
               p.mask ? row_access(p.mask, batch, p.heads_q, p.len_q) : 0};
   p.access_grad_out = row_access(p.grad_out, batch, p.heads_q, p.len_q);
   p.slices = static_cast<int>(ceil_div(std::max(p.dim, p.dim_v), c.head_dim));
+  p.needs_ds = p.dq_acc || p.dk || p.dmask || p.dalibi;
+  p.score = score_unit(p);
   p.group_heads = static_cast<uint32_t>(p.group());
   const auto count = [](int64_t n) { return static_cast<uint32_t>(n); };
   p.pieces = {count(batch), count(p.heads_q), count(ceil_div(p.len_q, c.block_q)),

@@ -1,12 +1,12 @@
 // The tiles of the forward kernel, one row a kernel.
 #pragma once
 
-#include "../../params.h"
+#include "../terms.h"
 
 namespace flashbpt::sm80 {
 
 struct AttnFwdConfig {
-  static constexpr int kPlaceBytes = 160;  // of what the block works on
+  static constexpr int kPlaceBytes = 224;  // of what the block works on, and its terms
 
   int element_bytes;
   int head_dim;  // of the tiles; wider heads go in slices (docs/attn_fwd.md)
@@ -39,12 +39,11 @@ struct AttnFwdConfig {
   }
 };
 
-// terms: serves softcap, ALiBi, masks, dropout and head dims above the tile as well.
 // short_rows: for calls whose queries would leave half of a taller tile empty.
 struct AttnFwdKernel {
   const char* name;
   DataType dtype;
-  bool terms;
+  Terms terms;
   bool short_rows;
   AttnFwdConfig config;
 };
@@ -61,35 +60,39 @@ inline constexpr AttnFwdConfig kFwd256 = {2, 256, 64, 64, 4, 2, 2};
 inline constexpr AttnFwdConfig kFwd256Terms = {2, 256, 64, 32, 4, 1, 2};
 inline constexpr AttnFwdConfig kFwd64Short = {2, 64, 64, 64, 4, 1, 3};
 inline constexpr AttnFwdConfig kFwd128Short = {2, 128, 64, 64, 4, 1, 2};
-inline constexpr AttnFwdConfig kFwd64Fp32 = {4, 64, 64, 64, 4, 1, 2};
-inline constexpr AttnFwdConfig kFwd128Fp32 = {4, 128, 64, 32, 4, 1, 2};
+inline constexpr AttnFwdConfig kFwd64Fp32 = {4, 64, 64, 64, 4, 2, 3};
+inline constexpr AttnFwdConfig kFwd128Fp32 = {4, 128, 64, 32, 4, 2, 2};
 
 inline constexpr AttnFwdKernel kAttnFwdKernels[] = {
-    {"attn_fwd_bf16_d64", DataType::kBFloat16, false, false, kFwd64},
-    {"attn_fwd_bf16_d128", DataType::kBFloat16, false, false, kFwd128},
-    {"attn_fwd_bf16_d256", DataType::kBFloat16, false, false, kFwd256},
-    {"attn_fwd_bf16_d64_terms", DataType::kBFloat16, true, false, kFwd64Terms},
-    {"attn_fwd_bf16_d128_terms", DataType::kBFloat16, true, false, kFwd128},
-    {"attn_fwd_bf16_d256_terms", DataType::kBFloat16, true, false, kFwd256Terms},
-    {"attn_fwd_bf16_d64_short", DataType::kBFloat16, true, true, kFwd64Short},
-    {"attn_fwd_bf16_d128_short", DataType::kBFloat16, true, true, kFwd128Short},
-    {"attn_fwd_fp16_d64", DataType::kFloat16, false, false, kFwd64},
-    {"attn_fwd_fp16_d128", DataType::kFloat16, false, false, kFwd128},
-    {"attn_fwd_fp16_d256", DataType::kFloat16, false, false, kFwd256},
-    {"attn_fwd_fp16_d64_terms", DataType::kFloat16, true, false, kFwd64Terms},
-    {"attn_fwd_fp16_d128_terms", DataType::kFloat16, true, false, kFwd128},
-    {"attn_fwd_fp16_d256_terms", DataType::kFloat16, true, false, kFwd256Terms},
-    {"attn_fwd_fp16_d64_short", DataType::kFloat16, true, true, kFwd64Short},
-    {"attn_fwd_fp16_d128_short", DataType::kFloat16, true, true, kFwd128Short},
-    {"attn_fwd_fp32_d64", DataType::kFloat32, true, false, kFwd64Fp32},
-    {"attn_fwd_fp32_d128", DataType::kFloat32, true, false, kFwd128Fp32},
+    {"attn_fwd_bf16_d64", DataType::kBFloat16, Terms::kNone, false, kFwd64},
+    {"attn_fwd_bf16_d128", DataType::kBFloat16, Terms::kNone, false, kFwd128},
+    {"attn_fwd_bf16_d256", DataType::kBFloat16, Terms::kNone, false, kFwd256},
+    {"attn_fwd_bf16_d64_mask", DataType::kBFloat16, Terms::kMask, false, kFwd64},
+    {"attn_fwd_bf16_d128_mask", DataType::kBFloat16, Terms::kMask, false, kFwd128},
+    {"attn_fwd_bf16_d64_terms", DataType::kBFloat16, Terms::kAll, false, kFwd64Terms},
+    {"attn_fwd_bf16_d128_terms", DataType::kBFloat16, Terms::kAll, false, kFwd128},
+    {"attn_fwd_bf16_d256_terms", DataType::kBFloat16, Terms::kAll, false, kFwd256Terms},
+    {"attn_fwd_bf16_d64_short", DataType::kBFloat16, Terms::kAll, true, kFwd64Short},
+    {"attn_fwd_bf16_d128_short", DataType::kBFloat16, Terms::kAll, true, kFwd128Short},
+    {"attn_fwd_fp16_d64", DataType::kFloat16, Terms::kNone, false, kFwd64},
+    {"attn_fwd_fp16_d128", DataType::kFloat16, Terms::kNone, false, kFwd128},
+    {"attn_fwd_fp16_d256", DataType::kFloat16, Terms::kNone, false, kFwd256},
+    {"attn_fwd_fp16_d64_mask", DataType::kFloat16, Terms::kMask, false, kFwd64},
+    {"attn_fwd_fp16_d128_mask", DataType::kFloat16, Terms::kMask, false, kFwd128},
+    {"attn_fwd_fp16_d64_terms", DataType::kFloat16, Terms::kAll, false, kFwd64Terms},
+    {"attn_fwd_fp16_d128_terms", DataType::kFloat16, Terms::kAll, false, kFwd128},
+    {"attn_fwd_fp16_d256_terms", DataType::kFloat16, Terms::kAll, false, kFwd256Terms},
+    {"attn_fwd_fp16_d64_short", DataType::kFloat16, Terms::kAll, true, kFwd64Short},
+    {"attn_fwd_fp16_d128_short", DataType::kFloat16, Terms::kAll, true, kFwd128Short},
+    {"attn_fwd_fp32_d64", DataType::kFloat32, Terms::kAll, false, kFwd64Fp32},
+    {"attn_fwd_fp32_d128", DataType::kFloat32, Terms::kAll, false, kFwd128Fp32},
 };
 
 constexpr bool attn_fwd_configs_fit() {
   for (const AttnFwdKernel& kernel : kAttnFwdKernels) {
     const AttnFwdConfig& c = kernel.config;
     if (c.smem_bytes(0) > 227 * 1024) return false;
-    if (kernel.terms && c.smem_bytes(4) > 99 * 1024) return false;
+    if (kernel.terms == Terms::kAll && c.smem_bytes(4) > 99 * 1024) return false;
     // 50 registers are left for fragments, addresses and the state of the rows.
     if (c.acc_regs() + 50 > c.reg_budget()) return false;
     if (c.warp_rows() % 16 != 0 || c.block_k % 16 != 0) return false;

@@ -41,7 +41,8 @@ namespace flashbpt::sm80 {
 template <size_t kRow, bool kTf32>
 struct AttnFwd {
   static constexpr AttnFwdConfig kConfig = kAttnFwdKernels[kRow].config;
-  static constexpr bool kTerms = kAttnFwdKernels[kRow].terms;
+  static constexpr bool kMasks = kAttnFwdKernels[kRow].terms != Terms::kNone;
+  static constexpr bool kAllTerms = kAttnFwdKernels[kRow].terms == Terms::kAll;
   using T = typename tile::ElementOf<kAttnFwdKernels[kRow].dtype>::Type;
 
   static constexpr int kBlockQ = kConfig.block_q;
@@ -61,8 +62,9 @@ struct AttnFwd {
 
   using Tile = tile::SmemTile<kConfig.row_bytes()>;
   using TileP = tile::SmemTile<kBlockK * sizeof(T)>;
-  using Mask = MaskStage<kBlockQ, kBlockK, kThreads>;
-  using Softmax = OnlineSoftmax<kM, kTerms>;
+  using Mask = MaskStage<kBlockQ, kBlockK, kThreads, !kAllTerms>;
+  using Softmax = OnlineSoftmax<kM, kAllTerms>;
+  using Kept = KeptBits<kM, kN>;
 
   struct SmemPlan {
     alignas(1024) char q[kBlockQ][kConfig.row_bytes()];  // at the end: O on its way out
@@ -70,8 +72,12 @@ struct AttnFwd {
     char v[kBlockK][kConfig.row_bytes()];
     alignas(128) char p[kPair > 1 ? kBlockQ : 0][kBlockK * sizeof(T)];
     float row_values[kPair > 1 ? kPair : 0][kBlockQ];  // maxima, at the end sums, of each half
-    FwdPlace place;                                    // here, since the loop needs the registers
-    char padding[AttnFwdConfig::kPlaceBytes - sizeof(FwdPlace)];
+    // Here, since the loop needs the registers:
+    FwdPlace place;
+    ScoreTerms terms;
+    Dropout dropout;
+    char padding[AttnFwdConfig::kPlaceBytes - sizeof(FwdPlace) - sizeof(ScoreTerms) -
+                 sizeof(Dropout)];
     char mask[];  // [kBlockQ, kBlockK] of the mask's own type, rows padded
   };
 
@@ -88,8 +94,8 @@ struct AttnFwd {
   const char* const k_gmem;  // row 0 of the sequence
   const char* const v_gmem;  // the same, first column of the slice
   Mask mask;
-  const ScoreTerms terms;
-  const Dropout dropout;
+  const ScoreTerms& terms;
+  const Dropout& dropout;
 
   __device__ AttnFwd(const AttnFwdKernelParams& p, SmemPlan& smem)
       : p(p),
@@ -102,8 +108,8 @@ struct AttnFwd {
         k_gmem(rows_gmem(p.k, place.kv_head, place.seq.k_begin)),
         v_gmem(rows_gmem(p.v, place.kv_head, place.seq.k_begin) + slice_bytes(place.slice)),
         mask(p.mask, p.access.mask, tile::smem_address(smem.mask)),
-        terms(p, place.seq, place.head),
-        dropout(p, place.seq, place.head) {}
+        terms(smem.terms),
+        dropout(smem.dropout) {}
 
   __device__ TileP p_smem() const { return {tile::smem_address(smem.p)}; }
 
@@ -156,7 +162,7 @@ struct AttnFwd {
   __device__ void scores(float (&s)[kM][kN][4], int key_tile) const {
     const tile::SmemA<T, kM, Tile> q(q_smem, warp_row);
     const tile::SmemB<T, kN, Tile> k(k_smem, pair_warp * (kBlockK / kPair));
-    if constexpr (kTerms) {
+    if constexpr (kAllTerms) {
       for (int slice = 0; slice < p.slices_qk - 1; ++slice) {
         load_q(slice);
         load_k(key_tile, slice);
@@ -181,27 +187,40 @@ struct AttnFwd {
   __device__ void finish_scores(float (&s)[kM][kN][4], int key_tile, bool mask_partial,
                                 bool seen_by_all) const {
     const int first = place.q0 + row, col = key_tile * kBlockK + col_s;
-    if constexpr (kTerms) {
+    const bool natural = kAllTerms && p.score.natural, masked = kMasks && mask_partial;
+    // A bias takes the scale along.
+    const bool scales_later = natural && masked && mask.additive() && terms.only_scale();
+    if (natural && !scales_later)
       terms.apply<kExact>(s, first, col);
-      if (mask_partial) mask.apply(s, row, col_s);
-    } else if (p.sign != 1.0f) {
-      ScoreTerms::for_each(s, [&](float& x, int, int) { x *= p.sign; });
-    }
+    else if (!natural && p.score.sign != 1.0f)
+      ScoreTerms::for_each(s, [&](float& x, int, int) { x *= p.score.sign; });
+    if (masked) mask.apply(s, row, col_s, scales_later ? terms.scale : 1.0f);
     if (!seen_by_all) hide_unseen(s, p.band, place.seq.shift, place.seq.len_k, first, col);
   }
 
-  __device__ void drop(float (&s)[kM][kN][4], int key_tile) const {
-    if (!dropout.on) return;
+  // A share of what dropout keeps of a tile, one of `steps`.
+  __device__ void draw_kept(Kept& kept, int key_tile, int step, int steps) const {
+    kept.draw_share(dropout, step, steps, place.q0 + row, key_tile * kBlockK + col_s);
+  }
+  // Draws and drops piece by piece.
+  __device__ void draw_and_drop(float (&s)[kM][kN][4], int key_tile) const {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
-      for (int pair = 0; pair < kN / 2; ++pair) {
-        const uint32_t kept =
-            dropout.kept(place.q0 + row + 16 * m, key_tile * kBlockK + 16 * pair + col_s);
+      for (int n = 0; n < kN / 2; ++n) {
+        const uint32_t bits = dropout.kept(place.q0 + row, key_tile * kBlockK + col_s, m, n);
 #pragma unroll
         for (int i = 0; i < 8; ++i)
-          if (!(kept >> i & 1)) s[m][2 * pair + i / 4][i % 4] = 0.0f;
+          if (!(bits >> i & 1)) s[m][2 * n + i / 4][i % 4] = 0.0f;
       }
+  }
+  static __device__ void drop(float (&s)[kM][kN][4], const Kept& kept) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[m][n][i] = kept(m, n, i) ? s[m][n][i] : 0.0f;
   }
 
   // x [kM][2], a value a row that all lanes of a quad hold alike, becomes combine(x, y) with the y
@@ -221,11 +240,23 @@ struct AttnFwd {
     }
   }
 
+  template <typename EachStep>
+  __device__ void add_pv(float (&o)[kM][kO][4], const tile::RegistersA<T, kM, kN>& probabilities,
+                         EachStep each_step) const {
+    const tile::SmemTransposedB<T, kO, Tile> v(v_smem, pair_warp * (kHeadDim / kPair));
+    if constexpr (kPair > 1)
+      tile::gemm<T, kPrecision, kStepsPv>(o, tile::SmemA<T, kM, TileP, true>(p_smem(), warp_row), v,
+                                          each_step);
+    else
+      tile::gemm<T, kPrecision, kStepsPv>(o, probabilities, v, each_step);
+  }
+
   // The tiles of place.tiles; o and the softmax's sums are what is left to normalise.
   __device__ void run(float (&o)[kM][kO][4], Softmax& softmax) {
-    const bool masked = kTerms && p.mask_tiles.data != nullptr;
-    const bool additive = kTerms && p.mask && !masked;
-    const bool one_slice = !kTerms || p.slices_qk == 1;
+    const bool masked = kMasks && p.mask_tiles.data != nullptr;
+    const bool additive = kAllTerms && p.mask && !masked;
+    const bool one_slice = !kAllTerms || p.slices_qk == 1;
+    const bool drops = kMasks && p.dropout_threshold > 0;
     const int tile_end = place.tile_end;
     MaskWindow window;
     const auto next_tile = [&](int from) {
@@ -234,7 +265,7 @@ struct AttnFwd {
     // The copies of a tile that come before its S.
     const auto load_first = [&](int key_tile, bool mask_partial) {
       if (one_slice) load_k(key_tile, 0);
-      if (kTerms && mask_partial) load_mask(key_tile);
+      if (kMasks && mask_partial) load_mask(key_tile);
     };
     int key_tile = next_tile(place.tile_begin);
     if (key_tile >= tile_end) return;
@@ -242,6 +273,11 @@ struct AttnFwd {
     if (one_slice) load_q(0);
     load_first(key_tile, mask_partial);
     ptx::cp_async_commit();
+    // What dropout keeps of a tile is drawn beside the products of the one before; other terms
+    // leave no registers for that.
+    constexpr bool kDrawsAhead = !kAllTerms;
+    Kept kept;
+    if (kDrawsAhead && drops) draw_kept(kept, key_tile, 0, 1);
     while (key_tile < tile_end) {
       ptx::cp_async_wait<0>();
       __syncthreads();  // K is there, and nobody reads V and P
@@ -256,7 +292,8 @@ struct AttnFwd {
       softmax.update(s, o, [&](float (&top)[kM][2]) {
         share_rows(top, [](float x, float y) { return fmaxf(x, y); });
       });
-      if constexpr (kTerms) drop(s, key_tile);
+      if (kDrawsAhead && drops) drop(s, kept);
+      if (!kDrawsAhead && drops) draw_and_drop(s, key_tile);
       if constexpr (kPair > 1) tile::store_smem<T>(s, p_smem(), row, col_s);
       const tile::RegistersA<T, kM, kN> probabilities(s);
       const int next = next_tile(key_tile + 1);
@@ -268,11 +305,10 @@ struct AttnFwd {
         ptx::cp_async_commit();
       }
       // O += P V
-      const tile::SmemTransposedB<T, kO, Tile> v(v_smem, pair_warp * (kHeadDim / kPair));
-      if constexpr (kPair > 1)
-        tile::gemm<T, kPrecision, kStepsPv>(o, tile::SmemA<T, kM, TileP>(p_smem(), warp_row), v);
+      if (kDrawsAhead && drops && next < tile_end)
+        add_pv(o, probabilities, [&](int step) { draw_kept(kept, next, step, kStepsPv); });
       else
-        tile::gemm<T, kPrecision, kStepsPv>(o, probabilities, v);
+        add_pv(o, probabilities, tile::Nothing());
       key_tile = next;
       mask_partial = next_partial;
     }
@@ -359,12 +395,18 @@ __global__ void __launch_bounds__(AttnFwd<kRow, kTf32>::kThreads, AttnFwd<kRow, 
   auto& smem = *reinterpret_cast<typename Fwd::SmemPlan*>(smem_raw);
   if (threadIdx.x < 32) {
     const FwdPlace found = find_fwd_place<Fwd::kBlockQ, Fwd::kBlockK>(p, blockIdx.x);
-    if (threadIdx.x == 0) smem.place = found;
+    if (threadIdx.x == 0) {
+      smem.place = found;
+      if (Fwd::kMasks) {
+        smem.terms = ScoreTerms(p, found.seq, found.head);
+        if (p.dropout_threshold > 0) smem.dropout = Dropout(p, found.seq, found.head);
+      }
+    }
   }
   __syncthreads();
   if (smem.place.empty) return;
   Fwd fwd(p, smem);
-  typename Fwd::Softmax softmax(p.unit);
+  typename Fwd::Softmax softmax(p.score.unit, p.score.natural);
   float o[Fwd::kM][Fwd::kO][4];
   tile::clear(o);
   fwd.run(o, softmax);

@@ -14,12 +14,7 @@ void launch_attn_fwd_typed(size_t row, const AttnFwdKernelParams& p, cudaStream_
 
 namespace {
 
-// Terms that only the kernels with `terms` know.
-bool needs_terms(const AttentionParams& p) {
-  return p.softcap > 0 || p.alibi || p.mask || p.dropout_threshold > 0 || p.lse_lo;
-}
-
-// The first row that fits: without terms before with, tall before short, narrow before wide.
+// The first row that fits: no more terms than it takes, tall before short, narrow before wide.
 size_t choose_row(const AttentionParams& p, const DeviceLimits& device) {
   const int64_t dim = std::max(p.dim, p.dim_v);
   const int64_t heads = (p.packed() ? 1 : p.batch) * p.heads_q;
@@ -27,8 +22,8 @@ size_t choose_row(const AttentionParams& p, const DeviceLimits& device) {
     const AttnFwdConfig& c = k.config;
     if (k.dtype != p.q.dtype) return -1;
     if (c.smem_bytes(p.mask ? element_bytes(p.mask.dtype) : 0) > device.smem_bytes) return -1;
-    const bool terms = needs_terms(p) || dim > c.head_dim;
-    if (terms && !k.terms) return -1;
+    const Terms terms = dim > c.head_dim ? Terms::kAll : terms_of(p);
+    if (k.terms < terms) return -1;
     int64_t points = 1;
     // One slice, and no wider than it has to be.
     if (dim <= c.head_dim)
@@ -39,7 +34,7 @@ size_t choose_row(const AttentionParams& p, const DeviceLimits& device) {
     const int64_t tall_blocks = heads * ceil_div(p.len_q, 128);
     const bool few = p.len_q <= 64 || tall_blocks < device.multiprocessors;
     if (k.short_rows == few) points += 10;
-    if (k.terms == terms) points += 1;
+    points += 2 - (static_cast<int>(k.terms) - static_cast<int>(terms));
     return points;
   };
   size_t best = 0;
@@ -88,9 +83,7 @@ void launch_attn_fwd(const AttnFwdParams& params, const DeviceLimits& device, cu
   p.slices_qk = static_cast<int>(ceil_div(p.dim, c.head_dim));
   p.slices_v = static_cast<int>(ceil_div(p.dim_v, c.head_dim));
   p.group_heads = static_cast<uint32_t>(p.group());
-  const ScoreUnit score = score_unit(p, kAttnFwdKernels[row].terms);
-  p.unit = score.unit;
-  p.sign = score.sign;
+  p.score = score_unit(p);
   const int64_t kv_bytes = p.len_k * (p.dim + p.dim_v) * element_bytes(p.q.dtype);
   p.order = TileOrder::make(query_tiles(p, c.block_q), all_heads(p), p.group(), kv_bytes,
                             device.l2_bytes, p.band.right != Band::kNoLimit);

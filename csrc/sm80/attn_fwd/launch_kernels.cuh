@@ -15,7 +15,7 @@ void launch_attn_fwd_kernel(const AttnFwdKernelParams& p, cudaStream_t stream) {
   constexpr auto kKernel = attn_fwd_kernel<kRow, kTf32>;
   const int smem = kConfig.smem_bytes(p.mask ? element_bytes(p.mask.dtype) : 0);
   const int64_t blocks = int64_t{p.order.tiles} * p.order.heads * p.splits * p.slices_v;
-  allow_shared_memory<kKernel>(kConfig.smem_bytes(kAttnFwdKernels[kRow].terms ? 4 : 0));
+  allow_shared_memory<kKernel>(kConfig.smem_bytes(most_mask_bytes(kAttnFwdKernels[kRow].terms)));
   kKernel<<<static_cast<unsigned>(blocks), kConfig.threads(), smem, stream>>>(p);
 }
 

@@ -15,8 +15,7 @@ struct AttnFwdKernelParams : AttnFwdParams {
   uint32_t group_heads;  // query heads of a kv head
   int slices_qk;         // pieces of the tile's width that Q and K have
   int slices_v;          // and V and O: one block each
-  float unit;            // softmax: exp2(score * unit); with terms scores are natural logarithms
-  float sign;            // of the scale, which the unit lacks; 0 for scale 0
+  ScoreUnit score;
 };
 
 struct FwdPlace {
