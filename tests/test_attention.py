@@ -223,6 +223,7 @@ FEATURES = [
     Case(lq=90, scale=0.0, lse=True),
     Case(lq=90, scale=0.0, mask="bool:bhqk"),
     Case(lq=90, scale=-0.3, size=3.0, lse=True),
+    Case(lq=90, scale=-0.3, mask="bool:bhqk"),
     Case(lq=90, scale=-2.0, causal=True, softcap=4.0),
     Case(lq=90, scale=3.0, dim=8, size=2.0),
 ]

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import reference
 import torch
-from cases import DTYPES, Case, VarlenCase, draw, ids, make, make_varlen
+from cases import DTYPES, Case, VarlenCase, draw, ids, make, make_mask, make_varlen
 from compare import as_truth, assert_close, check, evaluate, largest, with_cotangents
 from op_calls import with_dropout
 from test_attention import FEATURES, LENGTHS
@@ -40,6 +40,8 @@ EVERYTHING = Case(
     size=1.5,
     lse=True,
 )
+# What leaves the scores as they are has rows of its own.
+MASKED = replace(PLAIN, causal=False, window=(110, 40), mask="bool:1hqk", sinks=True, lse=True)
 # Every tile of the kernels, its edges, heads wider than the widest tile; key and value widths that
 # ask for different ones.
 HEAD_DIMS = [
@@ -72,7 +74,14 @@ ROWS = [
     replace(case, dim=dim, dtype=dtype)
     for dtype in LOW_AND_HIGH
     for dim in (64, 128, 256, 512)
-    for case in (PLAIN, EVERYTHING, replace(PLAIN, **FULL), replace(EVERYTHING, lq=130, **FULL))
+    for case in (
+        PLAIN,
+        MASKED,
+        EVERYTHING,
+        replace(PLAIN, **FULL),
+        replace(MASKED, **FULL),
+        replace(EVERYTHING, lq=130, **FULL),
+    )
 ]
 
 
@@ -82,6 +91,8 @@ def kernels_of(case, device):
     q = torch.empty(case.batch, case.heads, case.lq, case.dim, dtype=dtype, device=device)
     k = torch.empty(case.batch, kv_heads, case.lk, case.dim, dtype=dtype, device=device)
     options = {"is_causal": case.causal, "enable_gqa": True, "softcap": case.softcap}
+    if case.mask:
+        options["attn_mask"] = make_mask(case, device)
     return {flashbpt.which_kernel(q, k, k, **options, backward=b).config for b in (False, True)}
 
 
@@ -100,6 +111,10 @@ def test_every_row_is_reached(cuda):
 def check_row(case, device):
     if case.causal:
         check(make(case, device))
+    elif case.mask:
+        for p in (0.0, 0.2):
+            inputs = make(case, device)
+            check(inputs, with_dropout(inputs, p, flashbpt.attention))
     else:
         check_everything(case, device)
 

@@ -65,6 +65,13 @@ def test_terms(cuda, mask, dtype, dim):
 
 
 @kernels
+def test_masks(cuda, dtype, dim):
+    case = replace(PLAIN, causal=False, dtype=dtype, dim=dim, mask="bool:1hqk")
+    run(make(case, cuda))
+    run(make(replace(case, lq=66, lk=20, **FULL), cuda))
+
+
+@kernels
 def test_few_rows(cuda, dtype, dim):
     """Keys that are split over blocks, then queries."""
     run(make(Case(lq=2, lk=600, batch=1, dim=dim, dtype=dtype, sinks=True), cuda))

@@ -64,7 +64,8 @@ std::vector<HostSequence> sequences(const Shape& s) {
     const int64_t begin = std::max<int64_t>(token - s.q_offset, 0);
     const int64_t end = std::min(token + s.lens[b] - s.q_offset, s.len_q);
     found.push_back({static_cast<int64_t>(b), begin, std::max<int64_t>(end - begin, 0),
-                     (begin + 64 * static_cast<int64_t>(b)) / 64 * 64, token, s.lens[b]});
+                     (begin + kRowPad * static_cast<int64_t>(b)) / kRowPad * kRowPad, token,
+                     s.lens[b]});
   }
   return found;
 }
@@ -132,7 +133,8 @@ struct PrepareCase {
     for (int64_t h = 0; h < s.heads; ++h) sinks.push_back(normal(random) - (h == 1 ? 200 : 0));
     row_lse.assign(heads * padded, kInfinity);
     for (auto* x : {&row_lo, &delta, &tolerance}) x->assign(heads * padded, 0);
-    for (auto* x : {&dsinks, &dsinks_tolerance}) x->assign(padded / 64 * s.outer() * s.heads, 0);
+    for (auto* x : {&dsinks, &dsinks_tolerance})
+      x->assign(padded / kRowPad * s.outer() * s.heads, 0);
     const TensorView ov = view_of(s, s.layout, nullptr, Type<T>::kDtype);
     const TensorView gv = view_of(s, s.grad_layout, nullptr, Type<T>::kDtype);
     for (const HostSequence& seq : sequences(s))

@@ -404,7 +404,7 @@ void time_terms(const char* dims, int64_t len, int64_t dim, const DeviceLimits& 
           dim,
           1};
   for (float** x : {&p.row_lse, &p.row_delta, &p.row_lse_lo})
-    *x = arena.take<float>(kBatch * kHeads * (len + 64) * 4);
+    *x = arena.take<float>(kBatch * kHeads * (len + kRowPad) * 4);
   if (*dims) {
     const int64_t b = dims[0] != '1', h = dims[1] != '1', q = dims[2] != '1', k = dims[3] != '1';
     const int64_t row = k ? len : 1, head = row * (q ? len : 1), batch = head * (h ? kHeads : 1);
