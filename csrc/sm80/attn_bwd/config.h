@@ -100,6 +100,8 @@ constexpr bool attn_bwd_configs_fit() {
   for (const AttnBwdKernel& kernel : kAttnBwdKernels) {
     const AttnBwdConfig& c = kernel.config;
     if (c.block_q > AttnBwdConfig::kMostBlockQ) return false;
+    // The states of a boolean mask are read for one piece of 64 rows a step.
+    if (kernel.terms != Terms::kNone && c.block_q > 64) return false;
     if (c.smem_bytes(most_mask_bytes(kernel.terms)) > 227 * 1024) return false;
     // The reserved 1 KB a block.
     if (c.min_blocks * (c.smem_bytes(0) + 1024) > 228 * 1024) return false;

@@ -65,7 +65,7 @@ int attn_bwd_q_splits(const AttentionParams& p, const DeviceLimits& device) {
 void launch_attn_bwd(const AttnBwdParams& params, const DeviceLimits& device, cudaStream_t stream) {
   const size_t row = choose_row(params, device);
   const AttnBwdConfig& c = kAttnBwdKernels[row].config;
-  AttnBwdKernelParams p;
+  AttnBwdKernelParams p{};
   static_cast<AttnBwdParams&>(p) = params;
   const int64_t batch = p.packed() ? 1 : p.batch;
   const auto access = [&](const TensorView& t, int64_t heads, int64_t rows) {

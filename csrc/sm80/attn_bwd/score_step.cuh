@@ -27,6 +27,7 @@ struct ScoreStep {
   static constexpr int kThreads = kConfig.threads();
   static constexpr int kStages = kConfig.stages;
   static constexpr bool kExact = sizeof(T) == 4;
+  static_assert(!kConfig.interleave || !kExact, "fp32 has no product of a single step");
   static constexpr tile::Precision kPrecision =
       kTf32 ? tile::Precision::kTf32 : tile::Precision::k3xTf32;
 
@@ -230,7 +231,7 @@ struct ScoreStep {
   // dV alone needs P alone.
   __device__ bool needs_ds() const { return p.needs_ds; }
   // What arrives for a row without keys may be NaN; its P is 0, and so is all that it gives. Only
-  // tiles that are hidden in part have such rows.
+  // tiles that are hidden in part have such rows. (A row whose products are all -inf has keys.)
   __device__ void clear_dead_rows(BwdStep step) const {
     const int rows = len_q - step.tile * kBlockQ;
     bool dead = false;
