@@ -16,7 +16,10 @@ inline Terms terms_of(const AttentionParams& p) {
   return p.mask || p.dropout_threshold > 0 ? Terms::kMask : Terms::kNone;
 }
 
-// Of an element of a mask that such a kernel may meet.
+// Of the call's mask, and of any that a kernel may meet.
+inline int mask_element_bytes(const AttentionParams& p) {
+  return p.mask ? element_bytes(p.mask.dtype) : 0;
+}
 constexpr int most_mask_bytes(Terms terms) {
   return terms == Terms::kAll ? 4 : (terms == Terms::kMask ? 1 : 0);
 }

@@ -54,8 +54,8 @@ __device__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
     ptx::mma_m16n8k8_tf32(d, a, b0, b1);
 }
 
-// One step of the inner dimension.
-template <typename T, Precision kPrecision, int kM, int kN, typename A, typename B>
+// One step of the inner dimension; of fp32 in one TF32 product.
+template <typename T, int kM, int kN, typename A, typename B>
 __device__ void gemm_step(float (&d)[kM][kN][4], const A& a_operand, const B& b_operand, int step) {
   constexpr bool kRound = std::is_same_v<T, float>;
   uint32_t a[kM][4];
@@ -143,7 +143,7 @@ __device__ void gemm(float (&d)[kM][kN][4], const A& a, const B& b, EachStep eac
   } else {
 #pragma unroll(sizeof(T) == 4 && A::kAnyStep ? 4 : kSteps)
     for (int step = 0; step < kSteps; ++step) {
-      gemm_step<T, kPrecision>(d, a, b, step);
+      gemm_step<T>(d, a, b, step);
       each_step(step);
     }
   }

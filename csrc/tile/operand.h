@@ -51,7 +51,7 @@ struct SmemA {
   }
 };
 
-// a [16 kM, inner], stored transposed: rows of the outer dimension. 16-bit elements.
+// a [16 kM, inner], stored transposed: rows of the outer dimension.
 template <typename T, int kM, typename Tile>
 struct SmemTransposedA {
   static constexpr bool kAnyStep = true;

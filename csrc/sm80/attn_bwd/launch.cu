@@ -1,8 +1,8 @@
 // Chooses the kernel of a call and what its blocks do.
 #include <algorithm>
-#include <iterator>
 
 #include "../dispatch_element.h"
+#include "choose_row.h"
 #include "config.h"
 #include "launch.h"
 #include "schedule.h"
@@ -13,30 +13,6 @@ template <typename T>
 void launch_attn_bwd_typed(size_t row, const AttnBwdKernelParams& p, cudaStream_t stream);
 
 namespace {
-
-int mask_element_bytes(const AttentionParams& p) {
-  return p.mask ? element_bytes(p.mask.dtype) : 0;
-}
-
-// The first row that serves the call in one slice where there is one, else the widest.
-size_t choose_row(const AttentionParams& p, const DeviceLimits& device) {
-  const int64_t dim = std::max(p.dim, p.dim_v);
-  size_t best = 0;
-  int64_t best_dim = 0;
-  for (size_t row = 0; row < std::size(kAttnBwdKernels); ++row) {
-    const AttnBwdKernel& k = kAttnBwdKernels[row];
-    const bool sliced = dim > k.config.head_dim;
-    if (k.dtype != p.q.dtype || k.terms < (sliced ? Terms::kAll : terms_of(p))) continue;
-    if (k.config.smem_bytes(mask_element_bytes(p)) > device.smem_bytes) continue;
-    if (!sliced) return row;
-    if (k.config.head_dim > best_dim) best = row, best_dim = k.config.head_dim;
-  }
-  return best;
-}
-
-int64_t key_tiles(const AttentionParams& p, int block_k) {
-  return ceil_div(p.len_k, block_k) + (p.packed() ? p.batch : 0);
-}
 
 int64_t all_kv_heads(const AttentionParams& p) {
   return (p.packed() ? 1 : p.batch) * p.heads_kv;
@@ -49,12 +25,12 @@ int64_t slices_of(const AttentionParams& p, const AttnBwdConfig& c) {
 }  // namespace
 
 const char* attn_bwd_kernel(const AttentionParams& p, const DeviceLimits& device) {
-  return kAttnBwdKernels[choose_row(p, device)].name;
+  return kAttnBwdKernels[choose_row(kAttnBwdKernels, p, device)].name;
 }
 
 int attn_bwd_q_splits(const AttentionParams& p, const DeviceLimits& device) {
-  const AttnBwdConfig& c = kAttnBwdKernels[choose_row(p, device)].config;
-  const int64_t blocks = key_tiles(p, c.block_k) * all_kv_heads(p) * slices_of(p, c);
+  const AttnBwdConfig& c = kAttnBwdKernels[choose_row(kAttnBwdKernels, p, device)].config;
+  const int64_t blocks = key_tiles(p, c) * all_kv_heads(p) * slices_of(p, c);
   const int64_t slots = int64_t{device.multiprocessors} * c.min_blocks;
   const int64_t steps = ceil_div(p.len_q, c.block_q);
   if (blocks <= 0 || blocks * 2 > slots) return 1;
@@ -63,7 +39,7 @@ int attn_bwd_q_splits(const AttentionParams& p, const DeviceLimits& device) {
 }
 
 void launch_attn_bwd(const AttnBwdParams& params, const DeviceLimits& device, cudaStream_t stream) {
-  const size_t row = choose_row(params, device);
+  const size_t row = choose_row(kAttnBwdKernels, params, device);
   const AttnBwdConfig& c = kAttnBwdKernels[row].config;
   AttnBwdKernelParams p{};
   static_cast<AttnBwdParams&>(p) = params;
@@ -94,7 +70,7 @@ void launch_attn_bwd(const AttnBwdParams& params, const DeviceLimits& device, cu
   p.score = score_unit(p);
   const int64_t q_bytes = p.len_q * (p.dim + p.dim_v) * element_bytes(p.q.dtype) * p.group();
   // The first keys of a causal call are seen by the most rows.
-  p.order = TileOrder::make(key_tiles(p, c.block_k), all_kv_heads(p), 1, q_bytes, device.l2_bytes,
+  p.order = TileOrder::make(key_tiles(p, c), all_kv_heads(p), 1, q_bytes, device.l2_bytes,
                             /*last_first=*/false);
   if (p.order.tiles == 0 || p.order.heads == 0) return;
   dispatch_element(p.q.dtype, [&](auto tag) {

@@ -1,9 +1,6 @@
 // The kernels of one element type; a translation unit each, so that they compile side by side.
 #pragma once
 
-#include <iterator>
-#include <utility>
-
 #include "../launch_kernel.h"
 #include "kernel.cuh"
 
@@ -13,33 +10,16 @@ template <size_t kRow, bool kTf32>
 void launch_attn_bwd_kernel(const AttnBwdKernelParams& p, cudaStream_t stream) {
   constexpr AttnBwdConfig kConfig = kAttnBwdKernels[kRow].config;
   constexpr auto kKernel = attn_bwd_kernel<kRow, kTf32>;
-  const int smem = kConfig.smem_bytes(p.mask ? element_bytes(p.mask.dtype) : 0);
+  const int smem = kConfig.smem_bytes(mask_element_bytes(p));
   const int64_t blocks = int64_t{p.order.tiles} * p.order.heads * p.q_splits * p.slices;
   allow_shared_memory<kKernel>(kConfig.smem_bytes(most_mask_bytes(kAttnBwdKernels[kRow].terms)));
   kKernel<<<static_cast<unsigned>(blocks), kConfig.threads(), smem, stream>>>(p);
 }
 
-// Runs the row of kAttnBwdKernels with this index if it is of type T.
-template <typename T, size_t kRow>
-void launch_attn_bwd_row(size_t row, const AttnBwdKernelParams& p, cudaStream_t stream) {
-  if constexpr (kAttnBwdKernels[kRow].dtype == tile::Element<T>::kDtype) {
-    if (row != kRow) return;
-    if constexpr (sizeof(T) == 4) {
-      if (p.tf32) return launch_attn_bwd_kernel<kRow, true>(p, stream);
-    }
-    launch_attn_bwd_kernel<kRow, false>(p, stream);
-  }
-}
-
-template <typename T, size_t... kRows>
-void launch_attn_bwd_rows(size_t row, const AttnBwdKernelParams& p, cudaStream_t stream,
-                          std::index_sequence<kRows...>) {
-  (launch_attn_bwd_row<T, kRows>(row, p, stream), ...);
-}
-
 template <typename T>
 void launch_attn_bwd_typed(size_t row, const AttnBwdKernelParams& p, cudaStream_t stream) {
-  launch_attn_bwd_rows<T>(row, p, stream, std::make_index_sequence<std::size(kAttnBwdKernels)>());
+  dispatch_row<kAttnBwdKernels, T>(
+      row, p.tf32, [&](auto row, auto tf32) { launch_attn_bwd_kernel<row(), tf32()>(p, stream); });
 }
 
 }  // namespace flashbpt::sm80

@@ -218,8 +218,8 @@ struct ScoreStep {
     if (kConfig.interleave && needs_ds()) {
 #pragma unroll
       for (int step = 0; step < kStepsDim; ++step) {
-        tile::gemm_step<T, kPrecision>(s, q, k, step);
-        tile::gemm_step<T, kPrecision>(dp, grad_out, v, step);
+        tile::gemm_step<T>(s, q, k, step);
+        tile::gemm_step<T>(dp, grad_out, v, step);
         each_step(step);
       }
     } else {

@@ -6,6 +6,8 @@
 namespace flashbpt::sm80 {
 
 struct AttnBwdTermsKernel {
+  static constexpr Terms terms = Terms::kAll;
+
   const char* name;
   DataType dtype;
   AttnBwdConfig config;

@@ -1,8 +1,8 @@
 // Chooses the kernel of a call and how the gradients are cut into pieces.
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
+#include "../attn_bwd/choose_row.h"
 #include "../dispatch_element.h"
 #include "config.h"
 #include "launch.h"
@@ -15,24 +15,6 @@ void launch_attn_bwd_terms_typed(size_t row, const AttnBwdTermsKernelParams& p,
                                  cudaStream_t stream);
 
 namespace {
-
-// The first row that serves the call in one slice where there is one, else the widest.
-size_t choose_row(const AttentionParams& p, const DeviceLimits& device) {
-  const int mask_bytes = p.mask ? element_bytes(p.mask.dtype) : 0;
-  size_t best = 0;
-  int best_dim = 0;
-  for (size_t row = 0; row < std::size(kAttnBwdTermsKernels); ++row) {
-    const AttnBwdTermsKernel& k = kAttnBwdTermsKernels[row];
-    if (k.dtype != p.q.dtype || k.config.smem_bytes(mask_bytes) > device.smem_bytes) continue;
-    if (std::max(p.dim, p.dim_v) <= k.config.head_dim) return row;
-    if (k.config.head_dim > best_dim) best = row, best_dim = k.config.head_dim;
-  }
-  return best;
-}
-
-int64_t key_tiles(const AttentionParams& p, const AttnBwdConfig& c) {
-  return ceil_div(p.len_k, c.block_k) + (p.packed() ? p.batch : 0);
-}
 
 // One piece a tile of the scores; the caller adds the gradient and where it is broadcast.
 AttnBwdTermsKernelParams kernel_params(const AttnBwdParams& params, const AttnBwdConfig& c) {
@@ -66,12 +48,12 @@ void launch(size_t row, const AttnBwdTermsKernelParams& p, cudaStream_t stream) 
 }  // namespace
 
 int64_t attn_bwd_terms_partials(const AttentionParams& p, const DeviceLimits& device) {
-  return key_tiles(p, kAttnBwdTermsKernels[choose_row(p, device)].config);
+  return key_tiles(p, kAttnBwdTermsKernels[choose_row(kAttnBwdTermsKernels, p, device)].config);
 }
 
 void launch_attn_bwd_terms(const AttnBwdParams& params, const DeviceLimits& device,
                            cudaStream_t stream) {
-  const size_t row = choose_row(params, device);
+  const size_t row = choose_row(kAttnBwdTermsKernels, params, device);
   const AttnBwdConfig& c = kAttnBwdTermsKernels[row].config;
   if (params.dmask) {
     AttnBwdTermsKernelParams p = kernel_params(params, c);

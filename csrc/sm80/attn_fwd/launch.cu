@@ -21,7 +21,7 @@ size_t choose_row(const AttentionParams& p, const DeviceLimits& device) {
   const auto score = [&](const AttnFwdKernel& k) -> int64_t {
     const AttnFwdConfig& c = k.config;
     if (k.dtype != p.q.dtype) return -1;
-    if (c.smem_bytes(p.mask ? element_bytes(p.mask.dtype) : 0) > device.smem_bytes) return -1;
+    if (c.smem_bytes(mask_element_bytes(p)) > device.smem_bytes) return -1;
     const Terms terms = dim > c.head_dim ? Terms::kAll : terms_of(p);
     if (k.terms < terms) return -1;
     int64_t points = 1;
