@@ -6,7 +6,6 @@
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -169,6 +168,15 @@ void backward_sm80(const AttentionCall& call, BackwardTensors& t) {
   if (t.need_dsinks) {
     t.dsinks = zero_parts(call, rows / sm80::kRowPad, p.packed() ? 1 : p.batch, p.dsinks);
   }
+  at::Tensor dq_acc, dq_turns;
+  if (t.dq.defined()) {
+    dq_acc = at::empty({heads, rows / 16, sm80::dq_acc_pieces(p.dim), 128}, options);
+    p.dq_acc = dq_acc.data_ptr<float>();
+    if (p.deterministic) {
+      dq_turns = at::empty({heads, rows / sm80::kTurnRows}, options.dtype(at::kInt));
+      p.dq_turns = dq_turns.data_ptr<int32_t>();
+    }
+  }
   sm80::launch_attn_bwd_prepare(p, in.stream);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 
@@ -184,15 +192,6 @@ void backward_sm80(const AttentionCall& call, BackwardTensors& t) {
     } else {
       if (t.dk.defined()) p.dk = call.view(t.dk);
       if (t.dv.defined()) p.dv = call.view(t.dv);
-    }
-    at::Tensor dq_acc, dq_turns;
-    if (t.dq.defined()) {
-      dq_acc = at::zeros({heads, rows / 16, sm80::dq_acc_pieces(p.dim), 128}, options);
-      p.dq_acc = dq_acc.data_ptr<float>();
-      if (p.deterministic) {
-        dq_turns = at::zeros({heads, rows / sm80::kTurnRows}, options.dtype(at::kInt));
-        p.dq_turns = dq_turns.data_ptr<int32_t>();
-      }
     }
     sm80::launch_attn_bwd(p, in.device, in.stream);
     C10_CUDA_KERNEL_LAUNCH_CHECK();

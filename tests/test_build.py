@@ -347,6 +347,19 @@ def test_python_lengths(path):
             assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, node.name
 
 
+KERNEL_FILES = [path for path in CPP_FILES if path.suffix in (".cu", ".cuh")]
+
+
+@pytest.mark.parametrize("path", KERNEL_FILES, ids=name_of)
+def test_kernels_follow_earlier_grids(path):
+    """Launched by launch_kernel alone, which lets them start early, and waiting before all else."""
+    code = code_of(path.read_text())
+    assert "<<<" not in code
+    bodies = re.findall(r"__global__[^{]*\{\s*([^;]*;)", code)
+    assert len(bodies) == code.count("__global__")
+    assert set(bodies) <= {"ptx::follow_earlier_grids();"}
+
+
 @pytest.mark.parametrize("path", CPP_FILES + PYTHON_FILES, ids=name_of)
 def test_columns(path):
     wide = [n for n, line in enumerate(path.read_text().split("\n"), 1) if len(line) > MAX_COLUMNS]

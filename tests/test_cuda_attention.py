@@ -80,6 +80,7 @@ ROWS = [
         EVERYTHING,
         replace(PLAIN, **FULL),
         replace(MASKED, **FULL),
+        replace(MASKED, mask="own:11qk", **FULL),
         replace(EVERYTHING, lq=130, **FULL),
     )
 ]
@@ -93,7 +94,11 @@ def kernels_of(case, device):
     options = {"is_causal": case.causal, "enable_gqa": True, "softcap": case.softcap}
     if case.mask:
         options["attn_mask"] = make_mask(case, device)
-    return {flashbpt.which_kernel(q, k, k, **options, backward=b).config for b in (False, True)}
+    return {
+        flashbpt.which_kernel(q, k, k, **options, dropout_p=p, backward=b).config
+        for b in (False, True)
+        for p in (0.0, 0.2)
+    }
 
 
 def test_every_row_is_reached(cuda):

@@ -39,6 +39,9 @@ ORDERED = [
     replace(LARGE, dtype="fp32"),
     replace(LARGE, lq=6000, lk=70, heads=1),
     replace(LARGE, dim=320),
+    replace(LARGE, dim=256),
+    replace(LARGE, dim=256, causal=True),
+    replace(LARGE, mask="own:11qk", dim=128),
 ]
 ORDERED_PACKED = [
     VarlenCase((700, 33, 0, 512, 1), heads=4, kv_heads=2, dim=64, dtype="bf16", causal=True),

@@ -218,6 +218,17 @@ def test_p_one_gives_zeros_and_the_usual_lse(device, p):
         assert gradient is not None and (gradient == 0).all(), name
 
 
+def test_p_one_gives_zeros_whatever_the_values_hold(device):
+    q, k, v = (torch.randn(1, 2, 40, 8, device=device, requires_grad=True) for _ in range(3))
+    with torch.no_grad():
+        v[..., 3, :] = torch.inf
+        v[..., 5, :] = torch.nan
+    out = flashbpt.attention(q, k, v, dropout_p=1.0)
+    assert (out == 0).all()
+    for gradient in torch.autograd.grad(out, (q, k, v), torch.randn_like(out)):
+        assert (gradient == 0).all()
+
+
 def test_p_one_still_passes_the_gradient_of_the_lse(device):
     q, k, v = (torch.randn(1, 2, 40, 8, device=device, requires_grad=True) for _ in range(3))
     weight = torch.randn(1, 2, 40, device=device)

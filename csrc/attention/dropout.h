@@ -7,69 +7,91 @@
 
 namespace flashbpt {
 
-// Of one head. Reads the state from memory: nothing is drawn where there is no dropout.
-class Dropout {
- public:
-  // head: of the query, within the call.
-  __device__ Dropout(const AttentionParams& p, const Sequence& seq, int64_t head)
-      : keys_(static_cast<uint64_t>(p.rng_state[0])),
-        offset_(static_cast<uint32_t>(p.rng_state[1])),
-        batch_head_(static_cast<uint32_t>((seq.batch + p.batch_offset) * p.total_heads + head +
-                                          p.head_offset)),
-        q_origin_(static_cast<uint32_t>(seq.q_origin)),
-        k_origin_(static_cast<uint32_t>(seq.k_origin)),
-        threshold_(static_cast<uint32_t>(p.dropout_threshold)),
-        possible_(p.drops_all() ? 0 : 0xffu) {}
+// What the draws of a sequence share. Reads the state from memory: nothing is drawn where there is
+// no dropout.
+struct Dropout {
+  uint64_t seed;
+  uint32_t offset;
+  uint32_t batch_head;  // of head 0 of the call
+  uint32_t q_origin;
+  uint32_t k_origin;
+  uint32_t highest_dropped;  // of the words
 
-  // Of the piece of 16 rows x 16 columns that is `m` and `n` pieces from the one whose first 8 rows
-  // and columns hold (row, col) and (row, col + 1), col even: bit 4 h + 2 r + c is set where
-  // (row + 8 r, col + c + 8 h) of that piece is kept.
-  __device__ uint32_t kept(int row, int col, int m, int n) const {
-    const uint32_t q = dropout_counter(q_origin_ + row) + 8 * m;
-    const uint32_t k = dropout_counter(k_origin_ + col) + 8 * n;
-    uint32_t bits = 0;
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const PhiloxWords words = philox4x32_7(keys_, {{offset_, batch_head_, q, k + c}});
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        bits |= uint32_t{words.word[i] >= threshold_} << (i % 2 * 4 + i / 2 * 2 + c);
-    }
-    return bits & possible_;
-  }
-
- private:
-  PhiloxKeys keys_;
-  uint32_t offset_;
-  uint32_t batch_head_;
-  uint32_t q_origin_;
-  uint32_t k_origin_;
-  uint32_t threshold_;
-  uint32_t possible_;  // 0 where everything is dropped
+  Dropout() = default;
+  __device__ Dropout(const AttentionParams& p, const Sequence& seq)
+      : seed(static_cast<uint64_t>(p.rng_state[0])),
+        offset(static_cast<uint32_t>(p.rng_state[1])),
+        batch_head(
+            static_cast<uint32_t>((seq.batch + p.batch_offset) * p.total_heads + p.head_offset)),
+        q_origin(static_cast<uint32_t>(seq.q_origin)),
+        k_origin(static_cast<uint32_t>(seq.k_origin)),
+        highest_dropped(static_cast<uint32_t>(p.dropout_threshold - 1)) {}
 };
 
 // What dropout keeps of a fragment of 16 kM rows x 8 kN columns, a bit a score of this lane.
 template <int kM, int kN>
 class KeptBits {
  public:
-  static constexpr int kPieces = kM * kN / 2;  // of 16 x 16
+  static constexpr int kPieces = kM * kN / 2;  // of 16 x 16; those of the same columns in a row
 
-  // The share of one of `steps` steps. (row, col): this lane's first element.
-  __device__ void draw_share(const Dropout& dropout, int step, int steps, int row, int col) {
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      if (i < step * kPieces / steps || i >= (step + 1) * kPieces / steps) continue;
-      if (i % 4 == 0) bits_[i / 4] = 0;
-      bits_[i / 4] |= dropout.kept(row, col, i / (kN / 2), i % (kN / 2)) << (i % 4 * 8);
-    }
+  // Pieces in ascending order: the first of four clears their word.
+  __device__ void set(int piece, uint32_t bits) {
+    if (piece % 4 == 0) bits_[piece / 4] = 0;
+    bits_[piece / 4] |= bits << (piece % 4 * 8);
   }
   __device__ bool operator()(int m, int n, int i) const {
-    const int piece = m * (kN / 2) + n / 2;
-    return bits_[piece / 4] >> (piece % 4 * 8 + n % 2 * 4 + i) & 1;
+    const int piece = n / 2 * kM + m;
+    return bits_[piece / 4] >> (piece % 4 * 8 + bit(n % 2, i)) & 1;
   }
+  // Of a piece's eight: element i of the half of its columns.
+  static constexpr int bit(int half, int i) { return i % 2 * 4 + i / 2 * 2 + half; }
 
  private:
   uint32_t bits_[(kPieces + 3) / 4];
+};
+
+// The draws of such a fragment.
+template <int kM, int kN>
+class DropoutTile {
+ public:
+  using Kept = KeptBits<kM, kN>;
+
+  // (row, col): this lane's first element, in the sequence; head: within the call.
+  __device__ DropoutTile(const Dropout& dropout, int head, int row, int col)
+      : keys_(dropout.seed),
+        offset_(dropout.offset),
+        batch_head_(dropout.batch_head + head),
+        q_(dropout_counter(dropout.q_origin + row)),
+        k_(dropout_counter(dropout.k_origin + col)),
+        highest_dropped_(dropout.highest_dropped) {}
+
+  // Bit Kept::bit(half, i) is set where element i is kept.
+  __device__ uint32_t draw(int piece) const {
+    const uint32_t q = q_ + 8 * (piece % kM), k = k_ + 8 * (piece / kM);
+    uint32_t bits = 0;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const PhiloxWords words = philox4x32_7(keys_, {{offset_, batch_head_, q, k + c}});
+#pragma unroll
+      for (int i = 0; i < 4; ++i) bits |= uint32_t{words.word[i] > highest_dropped_} << (4 * c + i);
+    }
+    return bits;
+  }
+  // The share of one of `steps` steps.
+  __device__ void draw_share(Kept& kept, int step, int steps) const {
+#pragma unroll
+    for (int i = 0; i < Kept::kPieces; ++i)
+      if (i >= step * Kept::kPieces / steps && i < (step + 1) * Kept::kPieces / steps)
+        kept.set(i, draw(i));
+  }
+
+ private:
+  PhiloxKeys keys_;
+  uint32_t offset_;
+  uint32_t batch_head_;
+  uint32_t q_;
+  uint32_t k_;
+  uint32_t highest_dropped_;
 };
 
 }  // namespace flashbpt

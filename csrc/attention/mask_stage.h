@@ -24,14 +24,20 @@ struct PaddedTile {
   }
 };
 
-// kRows x kCols elements of the mask's own type: 1, 2 or 4 bytes. kBoolean: no other type comes.
-template <int kRows, int kCols, int kThreads, bool kBoolean>
+// What masks come to a kernel.
+enum class MaskKind { kBoolean, kAdditive, kAny };
+
+// kRows x kCols elements of the mask's own type: 1, 2 or 4 bytes.
+template <int kRows, int kCols, int kThreads, MaskKind kKind>
 class MaskStage {
  public:
   __device__ MaskStage(const TensorView& mask, int access, uint32_t smem)
       : mask_(mask), smem_(smem), access_(access) {}
 
-  __device__ bool additive() const { return !kBoolean && mask_.dtype != DataType::kBool; }
+  __device__ bool additive() const {
+    return kKind == MaskKind::kAdditive ||
+           (kKind == MaskKind::kAny && mask_.dtype != DataType::kBool);
+  }
 
   // Starts copying the tile whose first element is (row, col) of the mask of one head; rows and
   // cols are what is left from there.

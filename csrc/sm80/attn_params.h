@@ -33,9 +33,7 @@ struct MaskTiles {
                        int64_t len_k) const {
     const uint8_t* first = data + b * batch + h * head;
     int any = 0, all = 2;
-#pragma unroll
     for (int r = 0; r < kRowParts; ++r)
-#pragma unroll
       for (int c = 0; c < kColParts; ++c) {
         if ((row_part + r) * kRows >= len_q || (col_part + c) * kCols >= len_k) continue;
         const int bits = first[(row_part + r) * row + (col_part + c) * col];
@@ -141,8 +139,8 @@ struct AttnBwdParams : AttentionBackwardParams {
   float* row_lse_lo = nullptr;  // null without an additive mask
   float* row_delta = nullptr;   // rowsum(dO * O) - dLSE
 
-  float* dq_acc = nullptr;  // zeroed; null where dq is not asked for
-  // Deterministic: how many key tiles have added to a piece of dq_acc; zeroed,
+  float* dq_acc = nullptr;  // zeroed by attn_bwd_prepare; null where dq is not asked for
+  // Deterministic: how many key tiles have added to a piece of dq_acc; zeroed likewise,
   // [padded_heads, padded_rows / kTurnRows]. Null otherwise.
   int32_t* dq_turns = nullptr;
   // dk and dv are fp32 and added into (atomically where q_splits > 1); else written in q's type.

@@ -29,23 +29,21 @@ __device__ uint4 gather_chunk(const char* src, int bytes, int64_t stride) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// One chunk of a row of `row_bytes`, asynchronously where its alignment allows; zero past the end.
-__device__ inline void copy_chunk(uint32_t dst_smem, const char* row, int c, int row_bytes,
-                                  int access) {
-  const int left = row_bytes - c * kChunkBytes;
-  const int bytes = left < 0 ? 0 : (left > kChunkBytes ? kChunkBytes : left);
-  const char* from = row + c * kChunkBytes;
-  if (bytes == 0) {
-    ptx::store_shared_16(dst_smem, {0, 0, 0, 0});
-  } else if (access == 16) {
-    ptx::cp_async_16(dst_smem, from, bytes);
-  } else if (access >= 4) {
-    for (int i = 0; i < kChunkBytes; i += 4) {
-      const int word = bytes - i < 0 ? 0 : (bytes - i > 4 ? 4 : bytes - i);
-      ptx::cp_async_4(dst_smem + i, word > 0 ? from + i : from, word);
+// The first `bytes` of a chunk, in words, asynchronously where whole words are aligned; zero behind
+// them. Rolled: it is rare, and its instructions would push others out of the cache.
+__device__ inline void copy_chunk(uint32_t dst_smem, const char* from, int bytes, int access) {
+#pragma unroll 1
+  for (int i = 0; i < kChunkBytes; i += 4) {
+    const int left = bytes - i < 0 ? 0 : (bytes - i > 4 ? 4 : bytes - i);
+    if (access >= 4 && left % 4 == 0) {
+      ptx::cp_async_4(dst_smem + i, left > 0 ? from + i : from, left);
+    } else {
+      uint32_t word = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (j < left) word |= uint32_t{reinterpret_cast<const uint8_t*>(from)[i + j]} << (8 * j);
+      ptx::store_shared(dst_smem + i, word);
     }
-  } else {
-    ptx::store_shared_16(dst_smem, gather_chunk<uint8_t>(from, bytes, 1));
   }
 }
 
@@ -94,17 +92,15 @@ __device__ void load_tile(Tile dst, GmemRows src, int rows, int row_bytes) {
   }
   const int left = row_bytes - share.chunk * kChunkBytes;
   const int bytes = left < 0 ? 0 : (left > kChunkBytes ? kChunkBytes : left);
-#pragma unroll 2
+#pragma unroll 1
   for (int r = share.row; r < kRows; r += share.kRowsAtOnce) {
-    const char* row = src.data + r * src.row_stride;
-    if (src.access == 16) {
-      // Past the end nothing is read; the address only has to be one.
-      const bool there = r < rows && bytes > 0;
-      ptx::cp_async_16(dst.chunk(r, share.chunk),
-                       there ? row + share.chunk * kChunkBytes : src.data, there ? bytes : 0);
-    } else {
-      copy_chunk(dst.chunk(r, share.chunk), row, share.chunk, r < rows ? row_bytes : 0, src.access);
-    }
+    // Past the end nothing is read; the address only has to be one.
+    const bool there = r < rows && bytes > 0;
+    const char* from = there ? src.data + r * src.row_stride + share.chunk * kChunkBytes : src.data;
+    if (src.access == 16 && bytes % kChunkBytes == 0)
+      ptx::cp_async_16(dst.chunk(r, share.chunk), from, there ? kChunkBytes : 0);
+    else
+      copy_chunk(dst.chunk(r, share.chunk), from, there ? bytes : 0, src.access);
   }
 }
 

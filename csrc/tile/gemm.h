@@ -3,7 +3,6 @@
 
 #include <type_traits>
 
-#include "../ptx/math.h"
 #include "../ptx/mma.h"
 #include "operand.h"
 
@@ -23,25 +22,31 @@ __device__ void clear(float (&d)[kM][kN][4]) {
 // bits that TF32 cuts off, which comes to fp32 accuracy.
 enum class Precision { kTf32, k3xTf32 };
 
-// x = kept + rest, both as TF32: x rounded, and what that took from it. Emulated: cutting x off
-// instead fails the bound on fp32's error now and then.
+// The least number that rounding to TF32 would make infinite.
+constexpr float kRoundsToInfinity = 0x1.ffep127f;
+
+// The tensor cores cut fp32 off to TF32; half of a unit makes that rounding. Infinities and NaN
+// stay, and what would become infinite is cut off.
+__device__ inline uint32_t add_half_unit(uint32_t x) {
+  return fabsf(__uint_as_float(x)) < kRoundsToInfinity ? x + 0x1000u : x;
+}
+
+template <int kCount>
+__device__ void round_tf32(uint32_t (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) x[i] = add_half_unit(x[i]);
+}
+
+// x = kept + rest, both as TF32: x rounded, and what that took from it. Cutting x off instead fails
+// the bound on fp32's error now and then.
 template <int kCount>
 __device__ void split_tf32(uint32_t (&x)[kCount], uint32_t (&rest)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const float whole = __uint_as_float(x[i]);
-    x[i] = ptx::round_to_tf32(whole);
-    // The tensor cores cut the rest off; half of a unit makes that rounding.
+    x[i] = add_half_unit(x[i]) & 0xffffe000u;
     rest[i] = __float_as_uint(whole - __uint_as_float(x[i])) + 0x1000u;
   }
-}
-
-// The tensor cores cut x off to TF32; half of a unit makes that rounding. Infinities and NaN stay.
-template <int kCount>
-__device__ void round_tf32(uint32_t (&x)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    if (isfinite(__uint_as_float(x[i]))) x[i] += 0x1000u;
 }
 
 template <typename T>

@@ -70,28 +70,37 @@ __device__ void store_smem(const float (&d)[kM][kN][4], Tile to, int row, int co
       }
 }
 
-// Rows [row, row + kRows) of a tile of 16-bit elements in shared memory, by `threads` threads of
+// Rows [row, row + kRows) of a tile of 16-bit elements in shared memory, by kThreads threads of
 // which this is number `thread`, as chunks where the rows in global memory are aligned. out: row 0
 // of the tile; rows, cols: what there is in global memory.
-template <int kRows, typename T, typename Tile>
+template <int kRows, int kThreads, typename T, typename Tile>
 __device__ void store_chunks(Tile from, int row, T* out, int64_t row_stride, int rows, int cols,
-                             int access, int thread, int threads) {
+                             int access, int thread) {
   constexpr int kElements = kChunkBytes / sizeof(T);
-#pragma unroll 4
-  for (int i = thread; i < kRows * Tile::kChunks; i += threads) {
+  static_assert(kRows * Tile::kChunks % kThreads == 0);
+  if (access == kChunkBytes && row + kRows <= rows && Tile::kChunks * kElements <= cols) {
+#pragma unroll
+    for (int first = 0; first < kRows * Tile::kChunks; first += kThreads) {
+      const int i = first + thread, r = row + i / Tile::kChunks, c = i % Tile::kChunks;
+      *reinterpret_cast<uint4*>(out + r * row_stride + c * kElements) =
+          ptx::load_shared_16(from.chunk(r, c));
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int i = thread; i < kRows * Tile::kChunks; i += kThreads) {
     const int r = row + i / Tile::kChunks, c = i % Tile::kChunks;
     if (r >= rows || c * kElements >= cols) continue;
     T* at = out + r * row_stride + c * kElements;
-    const uint4 chunk = ptx::load_shared_16(from.chunk(r, c));
+    const uint32_t chunk_smem = from.chunk(r, c);
     if (access == kChunkBytes && (c + 1) * kElements <= cols) {
-      *reinterpret_cast<uint4*>(at) = chunk;
-    } else {
-      const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
-      for (int e = 0; e < kElements; ++e)
-        if (c * kElements + e < cols)
-          reinterpret_cast<uint16_t*>(at)[e] = static_cast<uint16_t>(words[e / 2] >> (e % 2 * 16));
+      *reinterpret_cast<uint4*>(at) = ptx::load_shared_16(chunk_smem);
+      continue;
     }
+#pragma unroll 1
+    for (int e = 0; e < kElements && c * kElements + e < cols; ++e)
+      reinterpret_cast<uint16_t*>(at)[e] =
+          static_cast<uint16_t>(ptx::load_shared(chunk_smem + e / 2 * 4) >> (e % 2 * 16));
   }
 }
 

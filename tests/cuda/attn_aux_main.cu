@@ -1,9 +1,10 @@
 // Checks and times the kernels around the sm80 backward alone, without torch: attn_bwd_prepare,
-// attn_bwd_finish, and the device's search for sequences. Their pages in docs have the commands.
-// Exit status 0: every check held.
+// attn_bwd_finish, the device's search for sequences and the order of tiles. Their pages in docs
+// have the commands. Exit status 0: every check held.
 #include <random>
 
 #include "../../csrc/attention/find_sequence.h"
+#include "../../csrc/attention/tile_order.h"
 #include "../../csrc/sm80/attn_bwd_finish/launch.h"
 #include "../../csrc/sm80/attn_bwd_prepare/launch.h"
 #include "harness.h"
@@ -164,7 +165,7 @@ struct PrepareCase {
           delta[to] = dot - dl;
           tolerance[to] = 1e-6 * (size + std::abs(dl));
           const double weight = std::exp(double(sinks[h]) - lse[at] - lo);
-          const int64_t entry = ((seq.padded_begin + i) / 64 * s.outer() + b) * s.heads + h;
+          const int64_t entry = ((seq.padded_begin + i) / kRowPad * s.outer() + b) * s.heads + h;
           dsinks[entry] -= weight * delta[to];
           dsinks_tolerance[entry] += 4e-6 * weight * (size + std::abs(dl));
         }
@@ -178,8 +179,12 @@ void check_prepare(const Shape& s, Random& random, bool* ok) {
   const PrepareCase<T> c(s, p, random);
   const Array<T> o(c.o), dout(c.dout);
   const Array<float> lse(c.lse), lse_lo(c.lse_lo), dlse(c.dlse), sinks(c.sinks);
-  const int64_t n = c.delta.size(), blocks = padded_rows(p) / 64;
+  const int64_t n = c.delta.size(), blocks = padded_rows(p) / kRowPad;
+  const int64_t acc_size = padded_heads(p) * padded_rows(p) * dq_acc_pieces(s.dim) * 8;
+  const int64_t turns_size = padded_heads(p) * padded_rows(p) / kTurnRows;
   const std::vector<float> poison(std::max<size_t>(n, c.dsinks.size()), 12345.f);
+  const std::vector<float> poisoned_acc(s.terms ? acc_size : 0, 12345.f);
+  const std::vector<int32_t> poisoned_turns(turns_size, 12345);
   p.out = view_of(s, s.layout, o.data, Type<T>::kDtype);
   p.grad_out = view_of(s, s.grad_layout, dout.data, Type<T>::kDtype);
   const int64_t batch_stride = s.packed() ? 0 : s.heads * s.len_q;
@@ -191,6 +196,7 @@ void check_prepare(const Shape& s, Random& random, bool* ok) {
                   1,         s.outer() * s.heads, 0};
     p.sinks = {sinks.data, DataType::kFloat32, 0, 1, 0, 0};
   }
+  int64_t wrong = 0;
   std::vector<std::vector<float>> runs[2];
   for (auto& run : runs) {
     const Array<float> row_lse(poison), row_lo(poison), row_delta(poison), dsinks(poison);
@@ -199,12 +205,19 @@ void check_prepare(const Shape& s, Random& random, bool* ok) {
     if (s.terms)
       p.dsinks = {dsinks.data, DataType::kFloat32,  s.packed() ? 0 : s.heads,
                   1,           s.outer() * s.heads, 0};
+    const Array<float> dq_acc(poisoned_acc);
+    const Array<int32_t> dq_turns(poisoned_turns);
+    p.dq_acc = s.terms ? dq_acc.data : nullptr;
+    p.dq_turns = s.terms ? dq_turns.data : nullptr;
     launch_attn_bwd_prepare(p, nullptr);
     check_cuda(cudaGetLastError(), "launch");
     check_cuda(cudaDeviceSynchronize(), "attn_bwd_prepare");
+    if (s.terms) {
+      for (float x : dq_acc.host(acc_size)) wrong += x != 0;
+      for (int32_t x : dq_turns.host(turns_size)) wrong += x != 0;
+    }
     run = {row_lse.host(n), row_delta.host(n), row_lo.host(n), dsinks.host(c.dsinks.size())};
   }
-  int64_t wrong = 0;
   for (int i = 0; i < 4; ++i) wrong += differ(runs[0][i], runs[1][i]);
   for (int64_t i = 0; i < n; ++i) {
     wrong += !agrees(runs[0][0][i], c.row_lse[i], 0);
@@ -363,7 +376,7 @@ void time_rows(int64_t length, int64_t dim, Layout layout) {
   const CuSeqlens cu(s);
   const DataType dtype = Type<T>::kDtype;
   const double element = sizeof(T) * double(s.rows()) * dim;
-  const double prepare_bytes = 2 * element + 12.0 * s.rows();
+  const double prepare_bytes = 2 * element + (12.0 + 32.0 * dq_acc_pieces(dim)) * s.rows();
   const double finish_bytes = element + 4.0 * s.rows() * dim;
   const int sets = rotating_sets(prepare_bytes);
   std::vector<AttnBwdParams> params(sets, params_of(s, cu, dtype));
@@ -388,6 +401,54 @@ void time_rows(int64_t length, int64_t dim, Layout layout) {
              median_seconds([&](int i) { launch_attn_bwd_finish(at(i), nullptr); }), finish_bytes);
 }
 
+// ------------------------------------------------------------------------------------- tile_order
+
+// On the host: divisions at and around multiples, for small, large and random divisors.
+void check_divisor(Random& random, bool* ok) {
+  std::vector<uint32_t> divisors;
+  for (uint32_t i = 1; i < 300; ++i) divisors.push_back(i), divisors.push_back(0x80000000u - i);
+  for (int i = 0; i < 3000; ++i) divisors.push_back(uint32_t(random()) >> random() % 31 | 1);
+  int64_t wrong = 0;
+  for (const uint32_t value : divisors) {
+    const flashbpt::Divisor divisor(value);
+    for (int i = 0; i < 300; ++i) {
+      const int64_t multiple = int64_t(random() % (0x80000000u / value + 1)) * value;
+      const int64_t n = std::clamp<int64_t>(multiple + i % 3 - 1, 0, 0x7fffffff);
+      wrong += divisor.quotient(n) != n / value || divisor.remainder(n) != n % value;
+    }
+  }
+  std::printf("divisor  %s\n", wrong == 0 ? "ok" : "WRONG");
+  if (wrong != 0) *ok = false;
+}
+
+// Every tile of every head once, and in a section no tile after a shorter one.
+void check_order(Random& random, bool* ok) {
+  int64_t wrong = 0;
+  for (int i = 0; i < 300; ++i) {
+    const int64_t tiles = 1 + random() % 40, heads = 1 + random() % 70, group = 1 + random() % 5;
+    const bool last_first = random() % 2;
+    const TileOrder order =
+        TileOrder::make(tiles, heads, group, 1 + random() % 100, random() % 2000, last_first);
+    std::vector<int> seen(tiles * heads, 0);
+    uint32_t before = 0, section = 0;
+    for (int64_t index = 0; index < tiles * heads; ++index) {
+      const TileOrder::Place at = order.at(index);
+      if (at.tile >= tiles || at.head >= heads) {
+        ++wrong;
+        continue;
+      }
+      ++seen[at.head * tiles + at.tile];
+      const uint32_t rank = last_first ? tiles - 1 - at.tile : at.tile;
+      const uint32_t here = at.head / order.section.value();
+      wrong += here < section || (here == section && rank < before);
+      before = rank, section = here;
+    }
+    for (int count : seen) wrong += count != 1;
+  }
+  std::printf("order    %s\n", wrong == 0 ? "ok" : "WRONG");
+  if (wrong != 0) *ok = false;
+}
+
 }  // namespace
 
 int main() {
@@ -395,6 +456,8 @@ int main() {
   check_cuda(cudaGetDeviceProperties(&device, 0), "no GPU");
   Random random(std::random_device{}());
   bool ok = true;
+  check_divisor(random, &ok);
+  check_order(random, &ok);
   check_finds(random, &ok);
   check_rows<__nv_bfloat16>(random, &ok);
   check_rows<__half>(random, &ok);

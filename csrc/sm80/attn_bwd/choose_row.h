@@ -18,7 +18,7 @@ size_t choose_row(const Kernel (&kernels)[kRows], const AttentionParams& p,
   for (size_t row = 0; row < kRows; ++row) {
     const Kernel& k = kernels[row];
     const bool sliced = dim > k.config.head_dim;
-    if (k.dtype != p.q.dtype || k.terms < (sliced ? Terms::kAll : terms_of(p))) continue;
+    if (k.dtype != p.q.dtype || !serves(k.terms, sliced ? Terms::kAll : terms_of(p))) continue;
     if (k.config.smem_bytes(mask_element_bytes(p)) > device.smem_bytes) continue;
     if (!sliced) return row;
     if (k.config.head_dim > best_dim) best = row, best_dim = k.config.head_dim;

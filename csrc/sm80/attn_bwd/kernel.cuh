@@ -22,6 +22,7 @@
 // docs/attn_bwd.md
 #pragma once
 
+#include "../../ptx/grid.h"
 #include "launch.h"
 #include "score_step.cuh"
 
@@ -40,6 +41,7 @@ struct AttnBwd : AttnBwdStep<kRow, kTf32> {
   using Step::k0;
   using Step::k_smem;
   using Step::kAllTerms;
+  using Step::kBias;
   using Step::kBlockK;
   using Step::kBlockQ;
   using Step::kConfig;
@@ -89,39 +91,49 @@ struct AttnBwd : AttnBwdStep<kRow, kTf32> {
 
   // ------------------------------------------------------------------------------------------ dQ
 
-  // Part `part` of the columns of a step. first_row: its padded row.
-  __device__ void add_dq(int part, int q_tile, uint32_t first_row) const {
-    const int col = col_dq + part * kNDq * 8;
-    float dq[kMDq][kNDq][4];
+  using DqPart = float[kMDq][kNDq][4];
+
+  // Part `part` of the columns of a step: dQ = dS K
+  __device__ void multiply_dq(DqPart& dq, int part) const {
     tile::clear(dq);
-    // dQ = dS K
+    const int col = col_dq + part * kNDq * 8;
     tile::gemm<T, kPrecision, kStepsK>(dq, tile::SmemA<T, kMDq, TileP>(ds_smem, row_dq),
                                        tile::SmemTransposedB<T, kNDq, Tile, false>(k_smem, col));
-    int32_t* turn = nullptr;
-    if (p.dq_turns) {
-      turn = p.dq_turns + first_row / kTurnRows + slice();
-      if (part == 0) wait_for_turn(turn, q_tile);
-    }
-    const int pieces = p.dq_pieces, first_piece = (slice() * kHeadDim + col) / 8;
-    // A row has 8 elements of each piece of 16 rows.
-    float* const to = p.dq_acc + uint64_t{first_row + row_dq} * (p.dq_pieces * 8) +
-                      (first_piece * 128 + threadIdx.x % 32 * 4);
-    const auto add = [&](int width) {
+  }
+
+  // Where a part belongs, from this lane's first element on. first_row: the step's padded row.
+  struct DqPlace {
+    float* first;
+    int pieces;  // of a row; a row has 8 elements of each piece of 16 rows
+    int width;   // pieces of the part that exist
+  };
+  __device__ DqPlace dq_place(int part, uint32_t first_row) const {
+    const int pieces = p.dq_pieces;
+    const int first_piece = (slice() * kHeadDim + col_dq) / 8 + part * kNDq;
+    return {p.dq_acc + uint64_t{first_row + row_dq} * (p.dq_pieces * 8) +
+                (first_piece * 128 + threadIdx.x % 32 * 4),
+            pieces, pieces - first_piece};
+  }
+  // One of `steps` shares of a part, added.
+  __device__ void add_dq(const DqPart& dq, const DqPlace& at, int step, int steps) const {
+    constexpr int kAll = kMDq * kNDq;
 #pragma unroll
-      for (int m = 0; m < kMDq; ++m)
-#pragma unroll
-        for (int n = 0; n < kNDq; ++n)
-          if (n < width) ptx::red_add_f32x4(to + (m * pieces + n) * 128, dq[m][n]);
-    };
-    if (first_piece + kNDq <= pieces)
-      add(kNDq);
-    else
-      add(pieces - first_piece);
-    if (turn && part == kPartsDq - 1) {
-      __threadfence();
-      __syncthreads();
-      if (threadIdx.x == 0) ptx::add_release(turn, 1);
+    for (int i = 0; i < kAll; ++i) {
+      const int m = i % kMDq, n = i / kMDq;
+      if (i >= step * kAll / steps && i < (step + 1) * kAll / steps && n < at.width)
+        ptx::red_add_f32x4(at.first + (m * at.pieces + n) * 128, dq[m][n]);
     }
+  }
+
+  // Deterministic: from here on the step's rows are this block's, until end_turn().
+  __device__ void begin_turn(int q_tile, uint32_t first_row) const {
+    if (p.dq_turns) wait_for_turn(p.dq_turns + first_row / kTurnRows + slice(), q_tile);
+  }
+  __device__ void end_turn(uint32_t first_row) const {
+    if (!p.dq_turns) return;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) ptx::add_release(p.dq_turns + first_row / kTurnRows + slice(), 1);
   }
   __device__ int slice() const { return kAllTerms ? place.slice : 0; }
 
@@ -140,9 +152,9 @@ struct AttnBwd : AttnBwdStep<kRow, kTf32> {
 
   __device__ void run(GradKv& dk, GradKv& dv) {
     // In turns a step must be taken even where the mask leaves it empty: others count it.
-    const bool masked = kMasks && p.mask_tiles.data != nullptr;
+    const bool masked = kMasks && !kBias && p.mask_tiles.data != nullptr;
     const bool skips = masked && !p.dq_turns;
-    const bool additive = kAllTerms && p.mask && !masked;
+    const bool additive = kBias || (kAllTerms && p.mask && !masked);
     MaskWindow window;
     const auto state = [&](int head, int tile) {
       return p.mask_tiles.state<1, kBlockK / MaskTiles::kCols>(
@@ -164,12 +176,15 @@ struct AttnBwd : AttnBwdStep<kRow, kTf32> {
     const auto is_partial = [&](BwdStep step) {
       return additive || (skips ? !window.full(step.tile) : masked);
     };
+    const auto is_full = [&](BwdStep step) {
+      return step.tile >= place.full_begin && step.tile < place.full_end;
+    };
     BwdStep step{head_end - static_cast<int>(p.group_heads), place.tile_begin};
     step = next_step(step);
     if (step.head >= head_end) return;
     this->select(step);
     bool mask_partial = is_partial(step);
-    const bool one_slice = !kAllTerms || p.slices == 1;
+    const bool one_slice = !kAllTerms || p.slices.value() == 1;
     if (one_slice) {
       this->load_kv(slice());
       this->load_rows(step, slice(), stage);
@@ -177,14 +192,16 @@ struct AttnBwd : AttnBwdStep<kRow, kTf32> {
     this->load_terms(step, mask_partial);
     ptx::cp_async_commit();
     while (step.head < head_end) {
+      // Before the wait, which hides the reads; without a mask that costs more registers than time.
+      const bool full_early = kMasks && is_full(step);
       ptx::cp_async_wait<0>();
       __syncthreads();  // the step's rows are there; nobody reads P, dS and the other stage
+      const bool full = kMasks ? full_early : is_full(step);
       {
         Scores s, dp;
         tile::clear(s);
         tile::clear(dp);
         if (kAllTerms) this->select(step);
-        const bool full = step.tile >= place.full_begin && step.tile < place.full_end;
         typename Step::Kept kept;
         this->scores(s, dp, kept, step, mask_partial || !full);
         this->template softmax_backward<false>(s, dp, step, mask_partial, full, kept);
@@ -212,18 +229,34 @@ struct AttnBwd : AttnBwdStep<kRow, kTf32> {
             tile::SmemTransposedB<T, kNKv, Tile>(grad_out_smem(stage), col_kv));
       const uint32_t row_dq =
           kAllTerms ? this->padded_row_of(step.head) + step.tile * kBlockQ : first_row;
-      if (kPartsDq > 1 && p.dq_acc) add_dq(0, step.tile, row_dq);
+      const tile::SmemTransposedA<T, kMKv, TileP> ds(ds_smem, row_kv);
+      const tile::SmemTransposedB<T, kNKv, Tile> q(q_smem(stage), col_kv);
+      const bool spread = kConfig.spread_dq && p.dq_acc && p.dk;
+      if (kPartsDq > 1 && p.dq_acc) {
+        DqPart dq;
+        multiply_dq(dq, 0);
+        begin_turn(step.tile, row_dq);
+        const DqPlace at = dq_place(0, row_dq);
+        // dK += dS^T Q, and the part of dQ is added between its steps
+        if (spread)
+          tile::gemm<T, kPrecision, kStepsQ>(dk, ds, q, [&](int i) { add_dq(dq, at, i, kStepsQ); });
+        else
+          add_dq(dq, at, 0, 1);
+      }
       // dK += dS^T Q
-      if (p.dk)
-        tile::gemm<T, kPrecision, kStepsQ>(
-            dk, tile::SmemTransposedA<T, kMKv, TileP>(ds_smem, row_kv),
-            tile::SmemTransposedB<T, kNKv, Tile>(q_smem(stage), col_kv));
+      if (p.dk && !spread) tile::gemm<T, kPrecision, kStepsQ>(dk, ds, q);
       if (kStages == 1) {
         __syncthreads();  // nobody reads Q and dO
         if (more && one_slice) this->load_rows(next, slice(), stage);
       }
       ptx::cp_async_commit();
-      if (p.dq_acc) add_dq(kPartsDq - 1, step.tile, row_dq);
+      if (p.dq_acc) {
+        DqPart dq;
+        multiply_dq(dq, kPartsDq - 1);
+        if (kPartsDq == 1) begin_turn(step.tile, row_dq);
+        add_dq(dq, dq_place(kPartsDq - 1, row_dq), 0, 1);
+        end_turn(row_dq);
+      }
       step = next;
       mask_partial = next_partial;
       if (kStages == 2 && one_slice) stage ^= 1;
@@ -253,8 +286,8 @@ struct AttnBwd : AttnBwdStep<kRow, kTf32> {
     } else {
       tile::store_smem<T>(d, scratch, row, col);
       __syncthreads();
-      tile::store_chunks<kBlockK>(scratch, 0, static_cast<T*>(t.data) + first, t.row, rows, cols,
-                                  access, threadIdx.x, kThreads);
+      tile::store_chunks<kBlockK, kThreads>(scratch, 0, static_cast<T*>(t.data) + first, t.row,
+                                            rows, cols, access, threadIdx.x);
     }
   }
 };
@@ -262,12 +295,13 @@ struct AttnBwd : AttnBwdStep<kRow, kTf32> {
 template <size_t kRow, bool kTf32>
 __global__ void __launch_bounds__(AttnBwd<kRow, kTf32>::kThreads, AttnBwd<kRow, kTf32>::kMinBlocks)
     attn_bwd_kernel(const __grid_constant__ AttnBwdKernelParams p) {
+  ptx::follow_earlier_grids();
   using Bwd = AttnBwd<kRow, kTf32>;
   extern __shared__ __align__(1024) char smem_raw[];
   auto& smem = *reinterpret_cast<typename Bwd::SmemPlan*>(smem_raw);
   if (threadIdx.x < 32) {
     const BwdPlace found = find_bwd_place<Bwd::kBlockQ, Bwd::kBlockK>(p, blockIdx.x);
-    if (threadIdx.x == 0) smem.place = found;
+    if (threadIdx.x == 0) Bwd::set_place(smem, p, found);
   }
   __syncthreads();
   if (smem.place.empty) return;

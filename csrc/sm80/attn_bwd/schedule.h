@@ -22,8 +22,10 @@ struct AttnBwdKernelParams : AttnBwdParams {
   uint32_t q_row_chunks, grad_out_row_chunks;  // then: 16 bytes each, from a row to the next
   uint32_t dq_pieces;                          // of dq_acc along the columns
   TileOrder order;                             // of key tiles
-  uint32_t group_heads;                        // query heads of a kv head
-  int slices;  // pieces of the tile's width that the wider of Q and V has: one block each
+  Divisor kv_heads;
+  Divisor row_parts;     // q_splits
+  uint32_t group_heads;  // query heads of a kv head
+  Divisor slices;        // pieces of the tile's width that the wider of Q and V has: one block each
   ScoreUnit score;
 };
 
@@ -75,12 +77,12 @@ __device__ void find_full_tiles(const Band& band, BwdPlace& place) {
 
 template <int kBlockQ, int kBlockK>
 __device__ BwdPlace find_bwd_place(const AttnBwdKernelParams& p, uint32_t index) {
-  const uint32_t splits = p.q_splits, slices = p.slices, heads = p.heads_kv;
+  const uint32_t splits = p.q_splits;
   BwdPlace place;
-  place.slice = index % slices;
-  index /= slices;
-  const uint32_t split = index % splits;
-  const TileOrder::Place at = p.order.at(index / splits);
+  place.slice = p.slices.remainder(index);
+  index = p.slices.quotient(index);
+  const uint32_t split = p.row_parts.remainder(index);
+  const TileOrder::Place at = p.order.at(p.row_parts.quotient(index));
   int64_t tile = at.tile;
   place.empty = false;
   if (p.packed()) {
@@ -90,8 +92,8 @@ __device__ BwdPlace find_bwd_place(const AttnBwdKernelParams& p, uint32_t index)
     place.empty = found.empty;
     tile = found.tile;
   } else {
-    place.seq = sequence_of(p, at.head / heads);
-    place.kv_head = at.head % heads;
+    place.seq = sequence_of(p, p.kv_heads.quotient(at.head));
+    place.kv_head = p.kv_heads.remainder(at.head);
   }
   place.head_end = (place.kv_head + 1) * p.group_heads;
   place.padded_begin = padded_row_begin(p, place.seq);
@@ -101,7 +103,8 @@ __device__ BwdPlace find_bwd_place(const AttnBwdKernelParams& p, uint32_t index)
   const KeyRange rows = rows_that_see(p.band, place.seq.shift, place.seq.len_q, k0, k_end);
   const uint32_t first = static_cast<uint32_t>(rows.begin) / kBlockQ;
   const uint32_t last = rows.empty() ? first : static_cast<uint32_t>(rows.end - 1) / kBlockQ + 1;
-  const uint32_t share = (last - first + splits - 1) / splits, begin = first + split * share;
+  const uint32_t share = p.row_parts.quotient(last - first + splits - 1);
+  const uint32_t begin = first + split * share;
   place.tile_begin = begin < last ? begin : last;
   place.tile_end = begin + share < last ? begin + share : last;
   find_full_tiles<kBlockQ, kBlockK>(p.band, place);

@@ -19,6 +19,8 @@ struct ScoreStep {
   static constexpr AttnBwdConfig kConfig = kConfigArg;
   static constexpr bool kMasks = kTerms != Terms::kNone;
   static constexpr bool kAllTerms = kTerms == Terms::kAll;
+  static constexpr bool kBias = kTerms == Terms::kBias;  // then there is one
+  static constexpr bool kDrops = kTerms == Terms::kDropout || kAllTerms;
   using T = TArg;
 
   static constexpr int kBlockQ = kConfig.block_q;
@@ -39,7 +41,9 @@ struct ScoreStep {
 
   using Tile = tile::SmemTile<kConfig.row_bytes()>;
   using TileP = tile::SmemTile<kBlockK * sizeof(T)>;
-  using Mask = MaskStage<kBlockQ, kBlockK, kThreads, !kAllTerms>;
+  using Mask =
+      MaskStage<kBlockQ, kBlockK, kThreads,
+                kAllTerms ? MaskKind::kAny : (kBias ? MaskKind::kAdditive : MaskKind::kBoolean)>;
   using Scores = float[kM][kN][4];
   using Kept = KeptBits<kM, kN>;
 
@@ -54,7 +58,8 @@ struct ScoreStep {
     float delta[kBlockQ];
     float lse_lo[kBlockQ];
     BwdPlace place;  // here, since the loop needs the registers
-    char padding[AttnBwdConfig::kPlaceBytes - sizeof(BwdPlace)];
+    Dropout dropout;
+    char padding[AttnBwdConfig::kPlaceBytes - sizeof(BwdPlace) - sizeof(Dropout)];
     char mask[];  // [kBlockQ, kBlockK] of the mask's own type, rows padded
   };
 
@@ -85,6 +90,13 @@ struct ScoreStep {
         k0(smem.place.k0),
         len_q(static_cast<int>(smem.place.seq.len_q)),
         mask(p.mask, p.access.mask, tile::smem_address(smem.mask)) {}
+
+  // By one thread.
+  static __device__ void set_place(SmemPlan& smem, const AttnBwdKernelParams& p,
+                                   const BwdPlace& found) {
+    smem.place = found;
+    if (kDrops && p.dropout_threshold > 0) smem.dropout = Dropout(p, found.seq);
+  }
 
   __device__ Tile q_smem(int stage) const { return {tile::smem_address(smem.q[stage])}; }
   __device__ Tile grad_out_smem(int stage) const {
@@ -166,7 +178,7 @@ struct ScoreStep {
     };
     load(smem.lse, p.row_lse, 0);
     load(smem.delta, p.row_delta, kChunks);
-    if (kAllTerms && p.row_lse_lo) load(smem.lse_lo, p.row_lse_lo, 2 * kChunks);
+    if ((kAllTerms || kBias) && p.row_lse_lo) load(smem.lse_lo, p.row_lse_lo, 2 * kChunks);
   }
   // What the softmax of a step needs beside Q and dO.
   __device__ void load_terms(BwdStep step, bool mask_partial) {
@@ -184,15 +196,16 @@ struct ScoreStep {
   // some key.
   __device__ void scores(Scores& s, Scores& dp, Kept& kept, BwdStep step, bool hides) const {
     if constexpr (kAllTerms) {
-      for (int i = 1; p.slices > 1 && i <= p.slices; ++i) {
+      const int slices = p.slices.value();
+      for (int i = 1; slices > 1 && i <= slices; ++i) {
         __syncthreads();  // nobody reads the former slice
-        const int slice = (place.slice + i) % p.slices;
+        const int slice = (place.slice + i) % slices;
         load_kv(slice);
         load_rows(step, slice, stage);
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
         __syncthreads();
-        if (i == p.slices) break;
+        if (i == slices) break;
         if (hides) clear_dead_rows(step);
         add_scores(s, dp, tile::Nothing());
       }
@@ -202,10 +215,10 @@ struct ScoreStep {
   }
   // The last slice's, and meanwhile what dropout keeps.
   __device__ void add_last_scores(Scores& s, Scores& dp, Kept& kept, BwdStep step) const {
-    if (kMasks && p.dropout_threshold > 0) {
-      const Dropout dropout(p, place.seq, step.head);
-      const int row = step.tile * kBlockQ + row_s + lane_row, col = k0 + col_s + lane_col;
-      add_scores(s, dp, [&](int i) { kept.draw_share(dropout, i, kStepsDim, row, col); });
+    if (kDrops && p.dropout_threshold > 0) {
+      const DropoutTile<kM, kN> draws(
+          smem.dropout, step.head, step.tile * kBlockQ + row_s + lane_row, k0 + col_s + lane_col);
+      add_scores(s, dp, [&](int i) { draws.draw_share(kept, i, kStepsDim); });
     } else {
       add_scores(s, dp, tile::Nothing());
     }
@@ -254,7 +267,7 @@ struct ScoreStep {
                                    bool full, const Kept& kept) const {
     const int row_tile = row_s + lane_row, row = step.tile * kBlockQ + row_tile;
     const int col = k0 + col_s + lane_col;
-    const bool drops = kMasks && p.dropout_threshold > 0;
+    const bool drops = kDrops && p.dropout_threshold > 0;
     const float dropout_scale = static_cast<float>(p.dropout_scale);
     if (drops)
       for_each(
@@ -276,16 +289,18 @@ struct ScoreStep {
         for_each(s, [&](float& x, int, int, int) { x *= terms.scale; });
       }
       terms.add_alibi(s, row, col);
+    } else if (kBias) {
+      mask_factor = static_cast<float>(p.scale);
     } else if (p.score.sign != 1.0f) {
       for_each(s, [&](float& x, int, int, int) { x *= p.score.sign; });
     }
     if (kMasks && mask_partial) mask.apply(s, row_tile, col_s + lane_col, mask_factor);
     if (!full) hide_unseen(s, p.band, place.seq.shift, place.seq.len_k, row, col);
-    if (kAllTerms && p.score.natural) {
+    if (kBias || (kAllTerms && p.score.natural)) {
       for_each(s, [&](float& x, int m, int, int i) {
         const int r = row_tile + 16 * m + 8 * (i / 2);
         const float lo = p.row_lse_lo ? smem.lse_lo[r] : 0.0f;
-        x = ptx::exp2(((x - smem.lse[r]) - lo) * kLog2e);
+        x = ptx::exp2(fmaf(x - smem.lse[r], kLog2e, -lo * kLog2e));
       });
     } else {
       for_each(s, [&](float& x, int m, int, int i) {

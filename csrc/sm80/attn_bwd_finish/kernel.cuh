@@ -11,6 +11,7 @@
 #pragma once
 
 #include "../../attention/find_sequence.h"
+#include "../../ptx/grid.h"
 #include "../../tile/vector.h"
 #include "config.h"
 #include "launch.h"
@@ -37,9 +38,11 @@ template <typename T>
 __global__ void __launch_bounds__(kAttnBwdFinishConfig.block_threads,
                                   kAttnBwdFinishConfig.min_blocks)
     attn_bwd_finish_kernel(const __grid_constant__ AttnBwdParams p, const bool vectorised) {
+  ptx::follow_earlier_grids();
   const int64_t num_rows = padded_rows(p);
-  const unsigned head_blocks = num_rows / kRowPad;
-  const unsigned row_block = blockIdx.x % head_blocks, padded_head = blockIdx.x / head_blocks;
+  // The same rows of all heads are neighbours where tensors come from projections.
+  const unsigned heads = padded_heads(p);
+  const unsigned row_block = blockIdx.x / heads, padded_head = blockIdx.x % heads;
   const SequenceTile at =
       p.packed() ? find_query_tile(p, row_block, kRowPad)
                  : SequenceTile{sequence_of(p, padded_head / p.heads_q), row_block, false};

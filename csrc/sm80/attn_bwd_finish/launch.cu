@@ -1,6 +1,7 @@
 #include "launch.h"
 
 #include "../dispatch_element.h"
+#include "../launch_kernel.h"
 #include "kernel.cuh"
 
 namespace flashbpt::sm80 {
@@ -12,8 +13,7 @@ void launch(const AttnBwdParams& p, cudaStream_t stream) {
   const bool vectorised = rows_aligned(p.dq, p.batch, p.heads_q, p.len_q, kConfig.vector_bytes);
   const int64_t blocks = padded_heads(p) * (padded_rows(p) / kRowPad);
   if (blocks == 0 || p.batch == 0) return;
-  attn_bwd_finish_kernel<T>
-      <<<static_cast<unsigned>(blocks), kConfig.block_threads, 0, stream>>>(p, vectorised);
+  launch_kernel<attn_bwd_finish_kernel<T>>(blocks, kConfig.block_threads, 0, stream, p, vectorised);
 }
 
 }  // namespace

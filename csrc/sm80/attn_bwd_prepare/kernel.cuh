@@ -2,7 +2,8 @@
 //
 // and lse in the order in which the backward reads its rows (padded rows, attn_params.h). Rows
 // without keys and rows past the end get lse = +inf and delta = 0, so that P = exp(x - lse) and dS
-// vanish there without a branch, whatever dO holds.
+// vanish there without a branch, whatever dO holds. dq_acc and dq_turns of every padded row become
+// zero: the main kernel adds to them.
 //
 // Who does what: a block owns kRowPad padded rows of one head. 4 to 32 lanes share a row, as many
 // as leave a lane about two vectors of 16 bytes each of O and dO, and add up their products by
@@ -16,6 +17,7 @@
 #pragma once
 
 #include "../../attention/find_sequence.h"
+#include "../../ptx/grid.h"
 #include "../../tile/vector.h"
 #include "config.h"
 #include "launch.h"
@@ -71,18 +73,31 @@ __global__ void __launch_bounds__(kAttnBwdPrepareConfig.block_threads,
                                   kAttnBwdPrepareConfig.min_blocks)
     attn_bwd_prepare_kernel(const __grid_constant__ AttnBwdParams p,
                             const AttnBwdPrepareRows split) {
+  ptx::follow_earlier_grids();
   constexpr AttnBwdPrepareConfig kConfig = kAttnBwdPrepareConfig;
   constexpr int kWidth = kConfig.vector_bytes / sizeof(T);
   __shared__ AttnBwdPrepareSmem smem;
   const int64_t num_rows = padded_rows(p);
-  const unsigned head_blocks = num_rows / kRowPad;
-  const unsigned row_block = blockIdx.x % head_blocks, padded_head = blockIdx.x / head_blocks;
+  // The same rows of all heads are neighbours where tensors come from projections.
+  const unsigned heads = padded_heads(p);
+  const unsigned row_block = blockIdx.x / heads, padded_head = blockIdx.x % heads;
   const SequenceTile at =
       p.packed() ? find_query_tile(p, row_block, kRowPad)
                  : SequenceTile{sequence_of(p, padded_head / p.heads_q), row_block, false};
   const int64_t b = at.seq.batch, h = p.packed() ? padded_head : padded_head % p.heads_q;
   const int64_t first_row = at.seq.q_begin + at.tile * kRowPad;
   const int rows = at.empty ? 0 : min(at.seq.len_q - at.tile * kRowPad, kRowPad);
+
+  // Nobody waits for the zeros; the loads come behind them.
+  const int64_t first_padded = padded_head * num_rows + row_block * kRowPad;
+  if (p.dq_acc != nullptr) {
+    const unsigned row_vectors = dq_acc_pieces(p.dim) * 2;
+    float4* const acc_gmem = reinterpret_cast<float4*>(p.dq_acc) + first_padded * row_vectors;
+    for (unsigned i = threadIdx.x; i < kRowPad * row_vectors; i += kConfig.block_threads)
+      acc_gmem[i] = {0, 0, 0, 0};
+  }
+  if (p.dq_turns != nullptr && threadIdx.x < kRowPad / kTurnRows)
+    p.dq_turns[first_padded / kTurnRows + threadIdx.x] = 0;
 
   // These need not wait for the row sums.
   const int my_row = threadIdx.x;
@@ -115,7 +130,7 @@ __global__ void __launch_bounds__(kAttnBwdPrepareConfig.block_threads,
   if (my_row < kRowPad) {
     const bool dead = lse == -INFINITY;
     const float delta = dead ? 0 : smem.dot[my_row] - grad_lse;
-    const int64_t to = padded_head * num_rows + row_block * kRowPad + my_row;
+    const int64_t to = first_padded + my_row;
     p.row_lse[to] = dead ? INFINITY : lse;
     p.row_delta[to] = delta;
     if (p.row_lse_lo != nullptr) p.row_lse_lo[to] = dead ? 0 : lse_lo;

@@ -4,6 +4,7 @@
 #include <bit>
 
 #include "../dispatch_element.h"
+#include "../launch_kernel.h"
 #include "kernel.cuh"
 
 namespace flashbpt::sm80 {
@@ -25,8 +26,7 @@ void launch(const AttnBwdParams& p, cudaStream_t stream) {
                                 vectorised};
   const int64_t blocks = padded_heads(p) * (padded_rows(p) / kRowPad);
   if (blocks == 0 || p.batch == 0) return;
-  attn_bwd_prepare_kernel<T>
-      <<<static_cast<unsigned>(blocks), kConfig.block_threads, 0, stream>>>(p, rows);
+  launch_kernel<attn_bwd_prepare_kernel<T>>(blocks, kConfig.block_threads, 0, stream, p, rows);
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 // docs/attn_bwd_terms.md
 #pragma once
 
+#include "../../ptx/grid.h"
 #include "../attn_bwd/score_step.cuh"
 #include "launch.h"
 #include "schedule.h"
@@ -68,7 +69,7 @@ struct AttnBwdTerms : AttnBwdTermsStep<kRow, kTf32> {
       __syncthreads();  // nobody reads the former place
       if (threadIdx.x < 32) {
         const BwdPlace found = find_terms_place<kBlockQ, kBlockK>(p, block, visit);
-        if (threadIdx.x == 0) smem.place = found;
+        if (threadIdx.x == 0) Step::set_place(smem, p, found);
       }
       __syncthreads();
       if (!place.empty) any |= walk(sum);
@@ -101,12 +102,13 @@ struct AttnBwdTerms : AttnBwdTermsStep<kRow, kTf32> {
       tile::clear(s);
       tile::clear(dp);
       // S += Q K^T, dP += dO V^T
-      for (int slice = p.slices - 1; slice >= 0; --slice) {
+      const int slices = p.slices.value();
+      for (int slice = slices - 1; slice >= 0; --slice) {
         __syncthreads();  // nobody reads the former tile
         if (!loaded) this->load_kv(slice);
         this->select(step);  // here: the registers hold no pointers across products
         this->load_rows(step, slice, 0);
-        if (slice == p.slices - 1) this->load_terms(step, mask_partial);
+        if (slice == slices - 1) this->load_terms(step, mask_partial);
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
         __syncthreads();
@@ -118,7 +120,7 @@ struct AttnBwdTerms : AttnBwdTermsStep<kRow, kTf32> {
       }
       this->template softmax_backward<true>(s, dp, step, mask_partial, full, kept);
       add(sum, dp, tile);
-      loaded = p.slices == 1;
+      loaded = slices == 1;
       any = true;
     }
     return any;
@@ -214,6 +216,7 @@ template <size_t kRow, bool kTf32>
 __global__ void __launch_bounds__(AttnBwdTerms<kRow, kTf32>::kThreads,
                                   AttnBwdTerms<kRow, kTf32>::kMinBlocks)
     attn_bwd_terms_kernel(const __grid_constant__ AttnBwdTermsKernelParams p) {
+  ptx::follow_earlier_grids();
   using Terms = AttnBwdTerms<kRow, kTf32>;
   extern __shared__ __align__(1024) char smem_raw[];
   auto& smem = *reinterpret_cast<typename Terms::SmemPlan*>(smem_raw);

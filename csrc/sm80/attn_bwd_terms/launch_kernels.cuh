@@ -12,7 +12,7 @@ void launch_attn_bwd_terms_kernel(const AttnBwdTermsKernelParams& p, cudaStream_
   constexpr auto kKernel = attn_bwd_terms_kernel<kRow, kTf32>;
   const int smem = kConfig.smem_bytes(mask_element_bytes(p));
   allow_shared_memory<kKernel>(kConfig.smem_bytes(4));
-  kKernel<<<static_cast<unsigned>(p.blocks()), kConfig.threads(), smem, stream>>>(p);
+  launch_kernel<kKernel>(p.blocks(), kConfig.threads(), smem, stream, p);
 }
 
 template <typename T>

@@ -28,6 +28,7 @@
 #include "../../attention/softmax.h"
 #include "../../attention/tile_order.h"
 #include "../../ptx/barrier.h"
+#include "../../ptx/grid.h"
 #include "../../tile/copy.h"
 #include "../../tile/gemm.h"
 #include "../../tile/store.h"
@@ -43,6 +44,7 @@ struct AttnFwd {
   static constexpr AttnFwdConfig kConfig = kAttnFwdKernels[kRow].config;
   static constexpr bool kMasks = kAttnFwdKernels[kRow].terms != Terms::kNone;
   static constexpr bool kAllTerms = kAttnFwdKernels[kRow].terms == Terms::kAll;
+  static constexpr bool kDrops = kAllTerms || kAttnFwdKernels[kRow].terms == Terms::kDropout;
   using T = typename tile::ElementOf<kAttnFwdKernels[kRow].dtype>::Type;
 
   static constexpr int kBlockQ = kConfig.block_q;
@@ -62,7 +64,8 @@ struct AttnFwd {
 
   using Tile = tile::SmemTile<kConfig.row_bytes()>;
   using TileP = tile::SmemTile<kBlockK * sizeof(T)>;
-  using Mask = MaskStage<kBlockQ, kBlockK, kThreads, !kAllTerms>;
+  using Mask =
+      MaskStage<kBlockQ, kBlockK, kThreads, kAllTerms ? MaskKind::kAny : MaskKind::kBoolean>;
   using Softmax = OnlineSoftmax<kM, kAllTerms>;
   using Kept = KeptBits<kM, kN>;
 
@@ -198,21 +201,20 @@ struct AttnFwd {
     if (!seen_by_all) hide_unseen(s, p.band, place.seq.shift, place.seq.len_k, first, col);
   }
 
-  // A share of what dropout keeps of a tile, one of `steps`.
-  __device__ void draw_kept(Kept& kept, int key_tile, int step, int steps) const {
-    kept.draw_share(dropout, step, steps, place.q0 + row, key_tile * kBlockK + col_s);
+  __device__ DropoutTile<kM, kN> dropout_tile(int key_tile) const {
+    return {dropout, place.head, place.q0 + row, key_tile * kBlockK + col_s};
   }
   // Draws and drops piece by piece.
   __device__ void draw_and_drop(float (&s)[kM][kN][4], int key_tile) const {
+    const DropoutTile<kM, kN> draws = dropout_tile(key_tile);
 #pragma unroll
-    for (int m = 0; m < kM; ++m)
+    for (int piece = 0; piece < Kept::kPieces; ++piece) {
+      const int m = piece % kM, n = piece / kM * 2;
+      const uint32_t bits = draws.draw(piece);
 #pragma unroll
-      for (int n = 0; n < kN / 2; ++n) {
-        const uint32_t bits = dropout.kept(place.q0 + row, key_tile * kBlockK + col_s, m, n);
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-          if (!(bits >> i & 1)) s[m][2 * n + i / 4][i % 4] = 0.0f;
-      }
+      for (int i = 0; i < 8; ++i)
+        if (!(bits >> Kept::bit(i / 4, i % 4) & 1)) s[m][n + i / 4][i % 4] = 0.0f;
+    }
   }
   static __device__ void drop(float (&s)[kM][kN][4], const Kept& kept) {
 #pragma unroll
@@ -256,7 +258,7 @@ struct AttnFwd {
     const bool masked = kMasks && p.mask_tiles.data != nullptr;
     const bool additive = kAllTerms && p.mask && !masked;
     const bool one_slice = !kAllTerms || p.slices_qk == 1;
-    const bool drops = kMasks && p.dropout_threshold > 0;
+    const bool drops = kDrops && p.dropout_threshold > 0;
     const int tile_end = place.tile_end;
     MaskWindow window;
     const auto next_tile = [&](int from) {
@@ -277,7 +279,7 @@ struct AttnFwd {
     // leave no registers for that.
     constexpr bool kDrawsAhead = !kAllTerms;
     Kept kept;
-    if (kDrawsAhead && drops) draw_kept(kept, key_tile, 0, 1);
+    if (kDrawsAhead && drops) dropout_tile(key_tile).draw_share(kept, 0, 1);
     while (key_tile < tile_end) {
       ptx::cp_async_wait<0>();
       __syncthreads();  // K is there, and nobody reads V and P
@@ -305,10 +307,12 @@ struct AttnFwd {
         ptx::cp_async_commit();
       }
       // O += P V
-      if (kDrawsAhead && drops && next < tile_end)
-        add_pv(o, probabilities, [&](int step) { draw_kept(kept, next, step, kStepsPv); });
-      else
+      if (kDrawsAhead && drops && next < tile_end) {
+        const DropoutTile<kM, kN> draws = dropout_tile(next);
+        add_pv(o, probabilities, [&](int step) { draws.draw_share(kept, step, kStepsPv); });
+      } else {
         add_pv(o, probabilities, tile::Nothing());
+      }
       key_tile = next;
       mask_partial = next_partial;
     }
@@ -319,31 +323,49 @@ struct AttnFwd {
     softmax.finish();
     __syncthreads();  // nobody reads the last maxima
     share_rows(softmax.sum, [](float x, float y) { return x + y; });
+    // LSE: of the rows of a quad each lane writes one.
+    static_assert(2 * kM <= 4);
+    const int lane = threadIdx.x % 4;
+    float lane_top = 0.0f, lane_sum = 0.0f, factors[kM][2];
+    bool dead = false;
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      const int m = i / 2, half = i % 2;
+      float top = softmax.reference[m][half] * (softmax.unit * kLn2), sum = softmax.sum[m][half];
+      float factor = 1.0f;
+      if (p.sinks && place.split == 0) {
+        const float sink = static_cast<const float*>(p.sinks.data)[place.head];
+        const float both = fmaxf(top, sink);
+        if (both != -INFINITY) {
+          factor = expf(top - both);
+          sum = sum * factor + expf(sink - both);
+        }
+        top = both;
+      }
+      if (lane == i) lane_top = top, lane_sum = sum;
+      const float kept = static_cast<float>(p.dropout_scale);
+      factor = sum == 0.0f ? 0.0f : factor * kept / sum;
+      dead |= factor == 0.0f;
+#pragma unroll
+      for (int n = 0; n < kO; ++n)
+#pragma unroll
+        for (int j = 2 * half; j < 2 * half + 2; ++j) o[m][n][j] *= factor;
+      factors[m][half] = factor;
+    }
+    if (__any_sync(0xffffffffu, dead)) clear_dead(o, factors);
+    const int r = place.q0 + row + 8 * lane;
+    if (lane < 2 * kM && pair_warp == 0 && place.slice == 0 && r < place.seq.len_q)
+      write_lse(r, lane_top, lane_sum);
+  }
+  // Rows whose factor is 0, whatever V holds.
+  static __device__ void clear_dead(float (&o)[kM][kO][4], const float (&factors)[kM][2]) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = place.q0 + row + 16 * m + 8 * half;
-        float top = softmax.reference[m][half] * (softmax.unit * kLn2), sum = softmax.sum[m][half];
-        float factor = 1.0f;
-        if (p.sinks && place.split == 0) {
-          const float sink = static_cast<const float*>(p.sinks.data)[place.head];
-          const float both = fmaxf(top, sink);
-          if (both != -INFINITY) {
-            factor = expf(top - both);
-            sum = sum * factor + expf(sink - both);
-          }
-          top = both;
-        }
-        const float kept = p.drops_all() ? 0.0f : static_cast<float>(p.dropout_scale);
-        factor = sum == 0.0f ? 0.0f : factor * kept / sum;
+      for (int n = 0; n < kO; ++n)
 #pragma unroll
-        for (int n = 0; n < kO; ++n)
-#pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i)
-            o[m][n][i] = factor == 0.0f ? 0.0f : o[m][n][i] * factor;  // whatever V holds
-        if (col_o == 0 && place.slice == 0 && r < place.seq.len_q) write_lse(r, top, sum);
-      }
+        for (int i = 0; i < 4; ++i)
+          if (factors[m][i / 2] == 0.0f) o[m][n][i] = 0.0f;
   }
 
   __device__ void write_lse(int r, float top, float sum) const {
@@ -380,9 +402,9 @@ struct AttnFwd {
         ptx::barrier_sync(1 + threadIdx.x / 64, 64);
       else
         __syncwarp();
-      tile::store_chunks<kConfig.warp_rows()>(q_smem, warp_row, out_gmem<T>(p.out), p.out.row, rows,
-                                              cols, p.access.out, threadIdx.x % (32 * kPair),
-                                              32 * kPair);
+      tile::store_chunks<kConfig.warp_rows(), 32 * kPair>(q_smem, warp_row, out_gmem<T>(p.out),
+                                                          p.out.row, rows, cols, p.access.out,
+                                                          threadIdx.x % (32 * kPair));
     }
   }
 };
@@ -390,6 +412,7 @@ struct AttnFwd {
 template <size_t kRow, bool kTf32>
 __global__ void __launch_bounds__(AttnFwd<kRow, kTf32>::kThreads, AttnFwd<kRow, kTf32>::kMinBlocks)
     attn_fwd_kernel(const __grid_constant__ AttnFwdKernelParams p) {
+  ptx::follow_earlier_grids();
   using Fwd = AttnFwd<kRow, kTf32>;
   extern __shared__ __align__(1024) char smem_raw[];
   auto& smem = *reinterpret_cast<typename Fwd::SmemPlan*>(smem_raw);
@@ -399,7 +422,7 @@ __global__ void __launch_bounds__(AttnFwd<kRow, kTf32>::kThreads, AttnFwd<kRow, 
       smem.place = found;
       if (Fwd::kMasks) {
         smem.terms = ScoreTerms(p, found.seq, found.head);
-        if (p.dropout_threshold > 0) smem.dropout = Dropout(p, found.seq, found.head);
+        if (Fwd::kDrops && p.dropout_threshold > 0) smem.dropout = Dropout(p, found.seq);
       }
     }
   }

@@ -23,8 +23,8 @@ size_t choose_row(const AttentionParams& p, const DeviceLimits& device) {
     if (k.dtype != p.q.dtype) return -1;
     if (c.smem_bytes(mask_element_bytes(p)) > device.smem_bytes) return -1;
     const Terms terms = dim > c.head_dim ? Terms::kAll : terms_of(p);
-    if (k.terms < terms) return -1;
-    int64_t points = 1;
+    if (!serves(k.terms, terms)) return -1;
+    int64_t points = 10;
     // One slice, and no wider than it has to be.
     if (dim <= c.head_dim)
       points += 1000000 - c.head_dim * 100;
@@ -34,7 +34,7 @@ size_t choose_row(const AttentionParams& p, const DeviceLimits& device) {
     const int64_t tall_blocks = heads * ceil_div(p.len_q, 128);
     const bool few = p.len_q <= 64 || tall_blocks < device.multiprocessors;
     if (k.short_rows == few) points += 10;
-    points += 2 - (static_cast<int>(k.terms) - static_cast<int>(terms));
+    points -= static_cast<int>(k.terms) - static_cast<int>(terms);
     return points;
   };
   size_t best = 0;
@@ -81,8 +81,11 @@ void launch_attn_fwd(const AttnFwdParams& params, const DeviceLimits& device, cu
       row_access(p.v, batch, p.heads_kv, p.len_k), row_access(out, batch, p.heads_q, p.len_q),
       p.mask ? row_access(p.mask, batch, p.heads_q, p.len_q) : 0};
   p.slices_qk = static_cast<int>(ceil_div(p.dim, c.head_dim));
-  p.slices_v = static_cast<int>(ceil_div(p.dim_v, c.head_dim));
-  p.group_heads = static_cast<uint32_t>(p.group());
+  const auto divisor = [](int64_t n) { return Divisor(static_cast<uint32_t>(n)); };
+  p.heads = divisor(p.heads_q);
+  p.group_heads = divisor(p.group());
+  p.key_parts = divisor(p.splits);
+  p.slices_v = divisor(ceil_div(p.dim_v, c.head_dim));
   p.score = score_unit(p);
   const int64_t kv_bytes = p.len_k * (p.dim + p.dim_v) * element_bytes(p.q.dtype);
   p.order = TileOrder::make(query_tiles(p, c.block_q), all_heads(p), p.group(), kv_bytes,

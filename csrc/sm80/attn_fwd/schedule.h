@@ -12,9 +12,11 @@ namespace flashbpt::sm80 {
 struct AttnFwdKernelParams : AttnFwdParams {
   RowAccess access;
   TileOrder order;
-  uint32_t group_heads;  // query heads of a kv head
-  int slices_qk;         // pieces of the tile's width that Q and K have
-  int slices_v;          // and V and O: one block each
+  Divisor heads;        // of queries
+  Divisor group_heads;  // query heads of a kv head
+  Divisor key_parts;    // splits
+  int slices_qk;        // pieces of the tile's width that Q and K have
+  Divisor slices_v;     // and V and O: one block each
   ScoreUnit score;
 };
 
@@ -34,12 +36,12 @@ struct FwdPlace {
 
 template <int kBlockQ, int kBlockK>
 __device__ FwdPlace find_fwd_place(const AttnFwdKernelParams& p, uint32_t index) {
-  const uint32_t splits = p.splits, slices = p.slices_v, heads = p.heads_q;
+  const uint32_t splits = p.splits;
   FwdPlace place;
-  place.slice = index % slices;
-  index /= slices;
-  place.split = index % splits;
-  const TileOrder::Place at = p.order.at(index / splits);
+  place.slice = p.slices_v.remainder(index);
+  index = p.slices_v.quotient(index);
+  place.split = p.key_parts.remainder(index);
+  const TileOrder::Place at = p.order.at(p.key_parts.quotient(index));
   int64_t tile = at.tile;
   place.empty = false;
   if (p.packed()) {
@@ -49,10 +51,10 @@ __device__ FwdPlace find_fwd_place(const AttnFwdKernelParams& p, uint32_t index)
     place.empty = found.empty;
     tile = found.tile;
   } else {
-    place.seq = sequence_of(p, at.head / heads);
-    place.head = at.head % heads;
+    place.seq = sequence_of(p, p.heads.quotient(at.head));
+    place.head = p.heads.remainder(at.head);
   }
-  place.kv_head = static_cast<uint32_t>(place.head) / p.group_heads;
+  place.kv_head = p.group_heads.quotient(place.head);
   const int64_t q0 = tile * kBlockQ;
   const int64_t left = place.seq.len_q - q0;
   const int64_t q_end = q0 + (left < kBlockQ ? left : kBlockQ);
@@ -63,7 +65,8 @@ __device__ FwdPlace find_fwd_place(const AttnFwdKernelParams& p, uint32_t index)
   place.seen_end = static_cast<int>(seen.end);
   const uint32_t first = static_cast<uint32_t>(keys.begin) / kBlockK;
   const uint32_t last = keys.empty() ? first : static_cast<uint32_t>(keys.end - 1) / kBlockK + 1;
-  const uint32_t share = (last - first + splits - 1) / splits, begin = first + place.split * share;
+  const uint32_t share = p.key_parts.quotient(last - first + splits - 1);
+  const uint32_t begin = first + place.split * share;
   place.tile_begin = begin < last ? begin : last;
   place.tile_end = begin + share < last ? begin + share : last;
   return place;

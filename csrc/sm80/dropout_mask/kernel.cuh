@@ -10,6 +10,7 @@
 #pragma once
 
 #include "../../attention/philox.h"
+#include "../../ptx/grid.h"
 #include "launch.h"
 
 namespace flashbpt::sm80 {
@@ -18,6 +19,7 @@ constexpr int kDropoutMaskThreads = 256;
 
 __global__ void __launch_bounds__(kDropoutMaskThreads)
     dropout_mask_kernel(const AttentionParams p, bool* __restrict__ keep) {
+  ptx::follow_earlier_grids();
   const uint64_t seed = p.rng_state[0], offset = p.rng_state[1];
   const int64_t rows = p.batch * p.heads_q * p.len_q;
   for (int64_t i = blockIdx.x; i < rows; i += gridDim.x) {

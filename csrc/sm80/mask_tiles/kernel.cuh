@@ -10,6 +10,7 @@
 // docs/mask_tiles.md
 #pragma once
 
+#include "../../ptx/grid.h"
 #include "config.h"
 #include "launch.h"
 
@@ -70,6 +71,7 @@ __device__ inline uint8_t see_rows(const MaskTilesParams& p, const uint8_t* from
 
 __global__ void __launch_bounds__(kMaskTilesConfig.block_threads(), kMaskTilesConfig.min_blocks)
     mask_tiles_kernel(const __grid_constant__ MaskTilesParams p) {
+  ptx::follow_earlier_grids();
   constexpr MaskTilesConfig kConfig = kMaskTilesConfig;
   __shared__ uint8_t seen_smem[kConfig.row_groups()][kConfig.block_tiles];
   const int lane = threadIdx.x % 32, group = threadIdx.x / 32;

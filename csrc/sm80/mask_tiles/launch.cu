@@ -1,5 +1,6 @@
 #include "launch.h"
 
+#include "../launch_kernel.h"
 #include "kernel.cuh"
 
 namespace flashbpt::sm80 {
@@ -14,8 +15,9 @@ void launch_mask_tiles(const TensorView& mask, const int64_t (&sizes)[4], uint8_
   if (num_tiles == 0) return;
   const bool vectorised = rows_aligned(mask, batch, heads, rows, MaskTiles::kCols);
   const int64_t blocks = (num_tiles + kConfig.block_tiles - 1) / kConfig.block_tiles;
-  mask_tiles_kernel<<<static_cast<unsigned>(blocks), kConfig.block_threads(), 0, stream>>>(
-      {mask, heads, rows, cols, row_tiles, col_tiles, num_tiles, vectorised, tiles});
+  const MaskTilesParams p{mask,      heads,     rows,       cols, row_tiles,
+                          col_tiles, num_tiles, vectorised, tiles};
+  launch_kernel<mask_tiles_kernel>(blocks, kConfig.block_threads(), 0, stream, p);
 }
 
 }  // namespace flashbpt::sm80

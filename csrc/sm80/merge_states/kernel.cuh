@@ -13,6 +13,7 @@
 
 #include <type_traits>
 
+#include "../../ptx/grid.h"
 #include "../../tile/vector.h"
 #include "config.h"
 #include "launch.h"
@@ -194,6 +195,7 @@ __device__ void merge_row(const MergeStatesParams& p, int64_t r) {
 template <typename T>
 __global__ void __launch_bounds__(MergeNumbers<T>::kBlockThreads, MergeNumbers<T>::kMinBlocks)
     merge_states_kernel(const __grid_constant__ MergeStatesParams p) {
+  ptx::follow_earlier_grids();
   const int64_t step = int64_t{gridDim.x} * blockDim.y;
   for (int64_t r = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; r < p.shape.rows; r += step) {
     if (p.vectorised)

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "../launch_kernel.h"
 #include "kernel.cuh"
 
 namespace flashbpt::sm80 {
@@ -21,9 +22,8 @@ void launch(const MergeStatesParams& p, cudaStream_t stream) {
   const int64_t threads_x = (threads + passes - 1) / passes;
   const int64_t threads_y = std::min(kConfig.block_threads / threads_x, p.shape.rows);
   const int64_t blocks = std::min((p.shape.rows + threads_y - 1) / threads_y, kMaxGrid);
-  merge_states_kernel<T><<<static_cast<unsigned>(blocks),
-                           dim3(static_cast<unsigned>(threads_x), static_cast<unsigned>(threads_y)),
-                           kConfig.smem_bytes(), stream>>>(p);
+  const dim3 threads_xy(static_cast<unsigned>(threads_x), static_cast<unsigned>(threads_y));
+  launch_kernel<merge_states_kernel<T>>(blocks, threads_xy, kConfig.smem_bytes(), stream, p);
 }
 
 }  // namespace
