@@ -28,17 +28,9 @@ def test_program(cuda, tmp_path, program):
     major, minor = torch.cuda.get_device_capability(cuda)
     arch = f"{major}{minor}" + "a" * (major == 9)
     built = tmp_path / program.stem
-    command = [
-        nvcc,
-        "-O3",
-        "--std=c++20",
-        "--expt-relaxed-constexpr",
-        "-cudart",
-        "static",
-        "-t",
-        "4",
-    ]
-    command += ["-gencode", f"arch=compute_{arch},code=sm_{arch}", *sources(program), "-o", built]
+    flags = ["-O3", "--std=c++20", "--expt-relaxed-constexpr", "-cudart", "static", "-t", "4"]
+    flags += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
+    command = [nvcc, *flags, *sources(program), "-o", built]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     ran = subprocess.run([built], capture_output=True, text=True, timeout=300, check=False)

@@ -65,8 +65,9 @@ def test_terms(cuda, mask, dtype, dim):
 
 
 @kernels
-def test_masks(cuda, dtype, dim):
-    case = replace(PLAIN, causal=False, dtype=dtype, dim=dim, mask="bool:1hqk")
+@pytest.mark.parametrize("mask", ["bool:1hqk", "own:1hqk"])
+def test_masks(cuda, mask, dtype, dim):
+    case = replace(PLAIN, causal=False, dtype=dtype, dim=dim, mask=mask)
     run(make(case, cuda))
     run(make(replace(case, lq=66, lk=20, **FULL), cuda))
 
