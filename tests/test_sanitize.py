@@ -50,17 +50,23 @@ TERMS = Case(lq=66, lk=70, batch=1, softcap=5.0, alibi="h", sinks=True, window=(
 FULL = {"heads": 136, "kv_heads": 2}  # blocks enough for taller tiles
 
 
+def has_taller_tiles(dtype, dim):
+    """Wider heads go through the same kernels in slices, so their full calls would add nothing."""
+    return dim <= (128 if dtype == "fp32" else 256)
+
+
 @kernels
 def test_attention(cuda, dtype, dim):
     run(make(replace(PLAIN, dtype=dtype, dim=dim, dim_v=dim - 7), cuda))
-    run(make(replace(PLAIN, lq=66, lk=20, dtype=dtype, dim=dim, **FULL), cuda))
+    if has_taller_tiles(dtype, dim):
+        run(make(replace(PLAIN, lq=66, lk=20, dtype=dtype, dim=dim, **FULL), cuda))
 
 
 @kernels
 @pytest.mark.parametrize("mask", ["bool:bhqk", "own:11qk", "fp32:b11k"])
 def test_terms(cuda, mask, dtype, dim):
     run(make(replace(TERMS, dtype=dtype, dim=dim, mask=mask), cuda))
-    if mask == "bool:bhqk":
+    if mask == "bool:bhqk" and has_taller_tiles(dtype, dim):
         run(make(replace(TERMS, lk=20, dtype=dtype, dim=dim, mask="bool:1h1k", **FULL), cuda))
 
 
@@ -69,7 +75,8 @@ def test_terms(cuda, mask, dtype, dim):
 def test_masks(cuda, mask, dtype, dim):
     case = replace(PLAIN, causal=False, dtype=dtype, dim=dim, mask=mask)
     run(make(case, cuda))
-    run(make(replace(case, lq=66, lk=20, **FULL), cuda))
+    if has_taller_tiles(dtype, dim):
+        run(make(replace(case, lq=66, lk=20, **FULL), cuda))
 
 
 @kernels
