@@ -31,17 +31,23 @@ CPP_SOURCES = [
     "csrc/attention_call.cpp",
     "csrc/attention_cpu.cpp",
     "csrc/attention_sm80.cpp",
+    "csrc/device_limits.cpp",
     "csrc/aten/attention.cpp",
     "csrc/dropout.cpp",
     "csrc/merge_states.cpp",
+    "csrc/paged.cpp",
+    "csrc/paged_call.cpp",
+    "csrc/paged_sm80.cpp",
     "csrc/cpu/attention_forward.cpp",
     "csrc/cpu/attention_backward.cpp",
     "csrc/cpu/score_tile.cpp",
     "csrc/cpu/row_math.cpp",
     "csrc/cpu/dropout_mask.cpp",
     "csrc/cpu/merge_states.cpp",
+    "csrc/cpu/paged.cpp",
 ]
 CUDA_SOURCES = [
+    "csrc/sm80/append_kv/launch.cu",
     "csrc/sm80/attn_bwd/launch.cu",
     "csrc/sm80/attn_bwd/launch_bf16.cu",
     "csrc/sm80/attn_bwd/launch_fp16.cu",
@@ -59,6 +65,16 @@ CUDA_SOURCES = [
     "csrc/sm80/dropout_mask/launch.cu",
     "csrc/sm80/mask_tiles/launch.cu",
     "csrc/sm80/merge_states/launch.cu",
+    "csrc/sm80/paged_decode/launch.cu",
+    "csrc/sm80/paged_decode/launch_bf16.cu",
+    "csrc/sm80/paged_decode/launch_e4m3.cu",
+    "csrc/sm80/paged_decode/launch_e5m2.cu",
+    "csrc/sm80/paged_decode/launch_fp16.cu",
+    "csrc/sm80/paged_decode/launch_fp32.cu",
+    "csrc/sm80/paged_merge/launch.cu",
+    "csrc/sm80/paged_prefill/launch.cu",
+    "csrc/sm80/paged_prefill/launch_bf16.cu",
+    "csrc/sm80/paged_prefill/launch_fp16.cu",
     "csrc/sm80/rng_state/launch.cu",
 ]
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall"]
@@ -66,7 +82,8 @@ NVCC_FLAGS = ["-O3", "--std=c++20", "--expt-relaxed-constexpr", "-lineinfo"]
 NVCC_FLAGS += ["-Xptxas=-v", "-Xcompiler=-fPIC", "-Icsrc"]
 
 # Kernels that may spill or use local memory: kernel, rows of its table, why it is worth it. Of two
-# rows the first is bf16, the second fp16. docs/attn_fwd.md and docs/attn_bwd.md have the bytes.
+# rows the first is bf16, the second fp16 (of fp8 caches e4m3 and e5m2). The kernels' pages in docs
+# have the bytes.
 SPILLS = [
     ("attn_bwd", (0, 13), "d64: on sm_80; a third block a multiprocessor buys 15 %"),
     ("attn_bwd", (1, 14), "d128: words read once a step; a second block buys more"),
@@ -84,6 +101,15 @@ SPILLS = [
     ("attn_fwd", (6, 16), "d128_terms: where dropout is drawn, not in the products"),
     ("attn_fwd", (20,), "fp32 d64: a third block a multiprocessor buys 30 % in TF32"),
     ("attn_fwd", (21,), "fp32 d128: a word read once a tile"),
+    ("paged_decode", (14, 18), "fp8 d256: O alone takes 128 registers"),
+    (
+        "paged_decode",
+        (15, 19),
+        "fp8 d128_tall: O alone takes 128 registers",
+    ),
+    ("paged_decode", (21,), "fp32 d128: words read once a step"),
+    ("paged_decode", (22,), "fp32 d256: O and its rests of 3xTF32 alone take 256 registers"),
+    ("paged_prefill", (4, 10), "d128_terms: a word read once a tile"),
 ]
 # Part of the mangled name -> the reason.
 ALLOWED = {f"{name}_kernelILm{row}E": why for name, rows, why in SPILLS for row in rows}

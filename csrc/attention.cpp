@@ -14,22 +14,10 @@
 #include <numeric>
 
 #include "attention_backends.h"
+#include "backend.h"
 
 namespace flashbpt {
 namespace {
-
-// The numbers that `use_backend` passes through the ops.
-enum class Backend : int64_t { kAuto = 0, kCpu = 1, kSm80 = 2, kSm90 = 3, kAten = 4 };
-
-// In the order in which a call tries them.
-struct BackendName {
-  Backend backend;
-  const char* name;
-};
-constexpr BackendName kBackends[] = {{Backend::kSm90, "sm90"},
-                                     {Backend::kSm80, "sm80"},
-                                     {Backend::kAten, "aten"},
-                                     {Backend::kCpu, "cpu"}};
 
 // Why a backend does not serve a call; null where it does.
 const char* refusal(const AttentionCall& call, Backend backend) {
@@ -48,17 +36,8 @@ const char* refusal(const AttentionCall& call, Backend backend) {
   return backend == Backend::kSm80 ? refusal_sm80(call) : "this build has no such kernel";
 }
 
-// The first backend that serves the call.
 Backend choose(const AttentionCall& call) {
-  for (const auto& [backend, name] : kBackends) {
-    if (!refusal(call, backend)) return backend;
-  }
-  std::string reasons;
-  for (const auto& [backend, name] : kBackends) {
-    reasons += std::string(reasons.empty() ? "" : "; ") + name + ": " + refusal(call, backend);
-  }
-  TORCH_CHECK(false, "flashbpt: no kernel serves this call on ", call.q.device(), " (", reasons,
-              ")");
+  return choose_backend(call.q.device(), [&](Backend backend) { return refusal(call, backend); });
 }
 
 // [sizes] with the dimensions in the stride order of `like` and the last one innermost. Where
@@ -247,16 +226,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward_ac
 std::string attention_kernel(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                              const AttentionOptions& options, bool backward) {
   const AttentionCall call(q, k, v, options);
-  std::string kernel = "none", reasons;
-  for (const auto& [backend, name] : kBackends) {
-    if (const char* reason = refusal(call, backend)) {
-      reasons += std::string("\n") + name + ": " + reason;
-    } else if (kernel == "none") {
-      kernel = name;
-      if (backend == Backend::kSm80) kernel += " " + kernel_sm80(call, backward);
-    }
-  }
-  return kernel + reasons;
+  return describe_backends([&](Backend backend) { return refusal(call, backend); },
+                           [&](Backend backend) {
+                             return backend == Backend::kSm80 ? kernel_sm80(call, backward)
+                                                              : std::string();
+                           });
 }
 
 }  // namespace flashbpt

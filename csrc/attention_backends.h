@@ -66,7 +66,5 @@ void forward_sm80(const AttentionCall& call, ForwardTensors& t);
 void backward_sm80(const AttentionCall& call, BackwardTensors& t);
 // Pieces of a boolean mask that are empty or full; every CUDA backend saves them.
 at::Tensor mask_tiles(const at::Tensor& mask);
-// For tests: kernels are chosen as on a GPU with so much shared memory a block; 0: the real limit.
-void limit_shared_memory(int64_t bytes);
 
 }  // namespace flashbpt

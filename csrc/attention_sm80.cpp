@@ -10,9 +10,9 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 
+#include "device_limits.h"
 #include "merge_states.h"
 #include "sm80/attn_bwd/launch.h"
 #include "sm80/attn_bwd_finish/launch.h"
@@ -28,15 +28,6 @@ namespace flashbpt {
 namespace {
 
 constexpr int64_t kLargestDim = 512;
-
-std::atomic<int64_t> shared_memory_limit{0};
-
-sm80::DeviceLimits device_limits(const at::Tensor& t) {
-  const cudaDeviceProp& gpu = *at::cuda::getDeviceProperties(t.get_device());
-  int64_t smem = static_cast<int64_t>(gpu.sharedMemPerBlockOptin);
-  if (const int64_t limit = shared_memory_limit) smem = std::min(smem, limit);
-  return {gpu.multiProcessorCount, static_cast<int>(smem), gpu.l2CacheSize};
-}
 
 // torch's setting at the time of the call.
 bool tf32_allowed() {
@@ -215,10 +206,6 @@ void backward_sm80(const AttentionCall& call, BackwardTensors& t) {
   }
 }
 
-void limit_shared_memory(int64_t bytes) {
-  shared_memory_limit = bytes;
-}
-
 #else
 
 // A build without the CUDA part refuses every call of the backend.
@@ -233,7 +220,6 @@ void backward_sm80(const AttentionCall&, BackwardTensors&) {}
 at::Tensor mask_tiles(const at::Tensor& mask) {
   return mask.new_empty({0}, mask.options().dtype(at::kByte));
 }
-void limit_shared_memory(int64_t) {}
 
 #endif
 

@@ -4,11 +4,12 @@
 
 #include <pybind11/pybind11.h>
 
-#include "attention_backends.h"
+#include "device_limits.h"
 
 #ifdef FLASHBPT_WITH_CUDA
 #include <cuda_runtime_api.h>
 
+#include "sm80/append_kv/config.h"
 #include "sm80/attn_bwd/config.h"
 #include "sm80/attn_bwd_finish/config.h"
 #include "sm80/attn_bwd_prepare/config.h"
@@ -16,6 +17,9 @@
 #include "sm80/attn_fwd/config.h"
 #include "sm80/mask_tiles/config.h"
 #include "sm80/merge_states/config.h"
+#include "sm80/paged_decode/config.h"
+#include "sm80/paged_merge/config.h"
+#include "sm80/paged_prefill/config.h"
 #endif
 
 namespace py = pybind11;
@@ -67,6 +71,21 @@ py::dict config_dict(const sm80::MergeStatesConfig& c) {
                   "states_in_flight"_a = c.states_in_flight, "min_blocks"_a = c.min_blocks,
                   "smem_bytes"_a = c.smem_bytes());
 }
+
+py::dict config_dict(const sm80::PagedDecodeConfig& c) {
+  return py::dict("element_bytes"_a = c.element_bytes, "cache_bytes"_a = c.cache_bytes,
+                  "head_dim"_a = c.head_dim, "rows"_a = c.rows, "warps"_a = c.warps,
+                  "stages"_a = c.stages, "min_blocks"_a = c.min_blocks,
+                  "smem_bytes"_a = c.smem_bytes());
+}
+
+py::dict config_dict(const sm80::PagedMergeConfig& c) {
+  return py::dict("warps"_a = c.warps, "unroll"_a = c.unroll, "min_blocks"_a = c.min_blocks);
+}
+
+py::dict config_dict(const sm80::AppendKvConfig& c) {
+  return py::dict("block_threads"_a = c.block_threads, "width"_a = c.width);
+}
 #endif
 
 // One entry a row of the tables in the kernels' config.h.
@@ -83,6 +102,10 @@ py::list kernels() {
   for (const auto& kernel : sm80::kAttnBwdTermsKernels) add(kernel.name, kernel.config);
   add("mask_tiles", sm80::kMaskTilesConfig);
   for (const auto& kernel : sm80::kMergeStatesKernels) add(kernel.name, kernel.config);
+  for (const auto& kernel : sm80::kPagedDecodeKernels) add(kernel.name, kernel.config);
+  add("paged_merge", sm80::kPagedMergeConfig);
+  for (const auto& kernel : sm80::kPagedPrefillKernels) add(kernel.name, kernel.config);
+  add("append_kv", sm80::kAppendKvConfig);
 #endif
   return rows;
 }

@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "merge_states.h"
+#include "paged.h"
 
 namespace flashbpt {
 namespace {
@@ -28,6 +29,14 @@ const std::string kSaved =
     "Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     "Tensor? lse_lo, Tensor? mask_tiles, ";
 constexpr size_t kSavedCount = 9;
+// q, the caches and the page table, then the options of paged attention.
+const std::string kPaged =
+    "Tensor q, Tensor key_cache, Tensor value_cache, Tensor page_entries, Tensor? page_rows, "
+    "Tensor? page_indptr, Tensor? last_page_len, bool slots, Tensor? seq_lens, "
+    "Tensor? cu_seqlens_q, Tensor? tree_mask, Tensor? alibi_slopes, Tensor? sinks, "
+    "Tensor? key_scale, Tensor? value_scale, SymInt? max_seqlen_q, float? scale, bool causal, "
+    "SymInt window_left, SymInt window_right, float softcap, int backend";
+constexpr size_t kPagedCount = 22;
 
 AttentionOptions options_at(Arguments a) {
   const auto tensor = [&](size_t i) { return a[i].toOptional<at::Tensor>(); };
@@ -57,6 +66,29 @@ AttentionOptions options_at(Arguments a) {
 AttentionSaved saved_at(Arguments a) {
   return {a[5].toTensor(), a[6].toTensor(), a[7].toOptional<at::Tensor>(),
           a[8].toOptional<at::Tensor>()};
+}
+
+PageTable page_table_at(Arguments a) {
+  return {a[3].toTensor(), a[4].toOptional<at::Tensor>(), a[5].toOptional<at::Tensor>(),
+          a[6].toOptional<at::Tensor>(), a[7].toBool()};
+}
+
+PagedOptions paged_options_at(Arguments a) {
+  const auto tensor = [&](size_t i) { return a[i].toOptional<at::Tensor>(); };
+  return {tensor(8),
+          tensor(9),
+          tensor(10),
+          tensor(11),
+          tensor(12),
+          tensor(13),
+          tensor(14),
+          a[15].toOptional<int64_t>(),
+          a[16].toOptional<double>(),
+          a[17].toBool(),
+          a[18].toInt(),
+          a[19].toInt(),
+          a[20].toDouble(),
+          a[21].toInt()};
 }
 
 std::array<bool, 6> need_at(const c10::IValue& value) {
@@ -108,6 +140,38 @@ void kernel_op(const c10::OperatorHandle& op, Stack* stack) {
   });
 }
 
+void paged_op(const c10::OperatorHandle& op, Stack* stack) {
+  call(op, stack, [](Arguments a) {
+    return paged_attention(a[0].toTensor(), a[1].toTensor(), a[2].toTensor(), page_table_at(a),
+                           paged_options_at(a));
+  });
+}
+
+void paged_kernel_op(const c10::OperatorHandle& op, Stack* stack) {
+  call(op, stack, [](Arguments a) {
+    return std::make_tuple(paged_attention_kernel(a[0].toTensor(), a[1].toTensor(), a[2].toTensor(),
+                                                  page_table_at(a), paged_options_at(a)));
+  });
+}
+
+void paged_out_op(const c10::OperatorHandle& op, Stack* stack) {
+  call(op, stack, [](Arguments a) {
+    return std::make_tuple(paged_attention_out(a[0].toTensor(), a[1].toTensor(), a[2].toTensor(),
+                                               page_table_at(a), paged_options_at(a),
+                                               a[kPagedCount].toTensor()));
+  });
+}
+
+void append_op(const c10::OperatorHandle& op, Stack* stack) {
+  call(op, stack, [](Arguments a) {
+    const auto tensor = [&](size_t i) { return a[i].toOptional<at::Tensor>(); };
+    append_paged_kv(a[0].toTensor(), a[1].toTensor(), a[2].toTensor(), a[3].toTensor(),
+                    a[4].toTensor(),
+                    {tensor(5), tensor(6), tensor(7), a[8].toBool(), tensor(9), tensor(10)});
+    return std::make_tuple();
+  });
+}
+
 // The ops have no derivative of their own: the public functions of the Python package hold it. An
 // input that wants a gradient is refused here, so that none is ever lost without a word.
 void refuse_tensor(const c10::OperatorHandle& op, const at::Tensor& t, const char* advice) {
@@ -152,6 +216,9 @@ void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stac
 const char* const kUsePublic =
     "Call flashbpt.attention, flashbpt.varlen_attention or flashbpt.merge_attention_states, which "
     "are differentiable, or wrap the call in torch.no_grad().";
+const char* const kNoPagedDerivative =
+    "Attention over a cache is for inference: wrap the call in torch.no_grad(), or train through "
+    "flashbpt.attention or flashbpt.varlen_attention.";
 const char* const kNoDoubleBackward =
     "flashbpt has no double backward; use torch.nn.functional.scaled_dot_product_attention under "
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for it.";
@@ -166,6 +233,9 @@ void register_kernels(torch::Library& m) {
   m.impl("draw_rng_state", &draw_rng_state);
   m.impl("merge_attention_states", &merge_attention_states);
   m.impl("check_cu_seqlens", &check_cu_seqlens);
+  m.impl("paged_attention", torch::CppFunction::makeFromBoxedFunction<&paged_op>());
+  m.impl("paged_attention_out", torch::CppFunction::makeFromBoxedFunction<&paged_out_op>());
+  m.impl("append_paged_kv", torch::CppFunction::makeFromBoxedFunction<&append_op>());
 }
 
 }  // namespace
@@ -195,6 +265,14 @@ TORCH_LIBRARY(flashbpt, m) {
         {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   m.def("merge_attention_states(Tensor[] outs, Tensor[] lses) -> (Tensor out, Tensor lse)", pure);
   m.def("check_cu_seqlens(Tensor cu_seqlens, SymInt tokens, str name) -> Tensor");
+  m.def(("paged_attention(" + kPaged + ") -> (Tensor out, Tensor lse)").c_str(), pure);
+  m.def(("paged_attention_kernel(" + kPaged + ") -> str").c_str());
+  m.def(("paged_attention_out(" + kPaged + ", Tensor(a!) out) -> Tensor lse").c_str(), pure);
+  m.def(
+      "append_paged_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+      "Tensor slot_mapping, Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved, "
+      "Tensor? key_scale, Tensor? value_scale) -> ()",
+      pure);
 }
 
 TORCH_LIBRARY_IMPL(flashbpt, CPU, m) {
@@ -207,9 +285,12 @@ TORCH_LIBRARY_IMPL(flashbpt, CUDA, m) {
 
 TORCH_LIBRARY_IMPL(flashbpt, CompositeExplicitAutograd, m) {
   m.impl("attention_kernel", torch::CppFunction::makeFromBoxedFunction<&kernel_op>());
+  m.impl("paged_attention_kernel", torch::CppFunction::makeFromBoxedFunction<&paged_kernel_op>());
 }
 
 TORCH_LIBRARY_IMPL(flashbpt, Autograd, m) {
+  for (const char* op : {"paged_attention", "paged_attention_out", "append_paged_kv"})
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_grad<&kNoPagedDerivative>>());
   m.impl("attention_forward",
          torch::CppFunction::makeFromBoxedFunction<&refuse_grad<&kUsePublic>>());
   m.impl("attention_backward",
@@ -221,6 +302,8 @@ TORCH_LIBRARY_IMPL(flashbpt, Autograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(flashbpt, ADInplaceOrView, m) {
+  m.impl("paged_attention_out", torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
+  m.impl("append_paged_kv", torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
   m.impl("attention_backward_accumulate",
          torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
 }

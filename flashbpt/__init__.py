@@ -1,4 +1,4 @@
-"""I/O-aware attention for PyTorch: fused attention, packed sequences, merging of partials.
+"""I/O-aware attention for PyTorch: fused, packed and paged attention, merging of partials.
 
 Public names only; each is documented where it is defined.
 """
@@ -7,19 +7,31 @@ from flashbpt import _loader
 
 _loader.load()
 
+from flashbpt import kv_cache  # noqa: E402
 from flashbpt.attention import attention  # noqa: E402
 from flashbpt.backend import KernelChoice, set_debug_checks, use_backend, which_kernel  # noqa: E402
 from flashbpt.merge import merge_attention_states  # noqa: E402
+from flashbpt.paged import (  # noqa: E402
+    PageTable,
+    append_paged_kv,
+    paged_attention,
+    shared_prefix_attention,
+)
 from flashbpt.varlen import varlen_attention  # noqa: E402
 from flashbpt.version import __version__  # noqa: E402
 
 __all__ = [
     "KernelChoice",
+    "PageTable",
     "__version__",
+    "append_paged_kv",
     "attention",
+    "kv_cache",
     "merge_attention_states",
+    "paged_attention",
     "patch_sdpa",
     "set_debug_checks",
+    "shared_prefix_attention",
     "use_backend",
     "varlen_attention",
     "which_kernel",

@@ -78,26 +78,39 @@ class KernelChoice:
 def which_kernel(*args, op="attention", backward=False, **kwargs):
     """Name the kernel that would serve a call, and why the faster ones are refused.
 
-    Takes the arguments of the function that `op` names ("attention" or "varlen_attention") and
-    runs nothing. `backward=True` asks for the kernel of the backward.
+    Takes the arguments of the function that `op` names ("attention", "varlen_attention" or
+    "paged_attention") and runs nothing. `backward=True` asks for the kernel of the backward.
 
     Returns a KernelChoice: `kernel` is None where no kernel serves the call, `refused` maps each
     other backend, fastest first, to the reason, `config` names the tile configuration. Raises what
     the function itself would raise for malformed arguments.
     """
     from flashbpt.attention import prepare_attention
+    from flashbpt.paged import prepare_paged
     from flashbpt.varlen import prepare_varlen
 
-    prepare = {"attention": prepare_attention, "varlen_attention": prepare_varlen}.get(op)
+    prepare = {
+        "attention": prepare_attention,
+        "varlen_attention": prepare_varlen,
+        "paged_attention": prepare_paged,
+    }.get(op)
     if prepare is None:
-        raise ValueError(f"unknown op {op!r}; use 'attention' or 'varlen_attention'")
+        raise ValueError(
+            f"unknown op {op!r}; use 'attention', 'varlen_attention' or 'paged_attention'"
+        )
     kwargs.pop("return_lse", None)
-    kwargs.pop("deterministic", None)
-    arguments = prepare(*args, **kwargs)
-    if op == "attention":
-        arguments, _ = arguments
-    with torch.no_grad():
-        text = torch.ops.flashbpt.attention_kernel.default(*arguments, backward)
+    if op == "paged_attention":
+        kwargs.pop("out", None)
+        if backward:
+            raise ValueError("paged_attention has no backward")
+        text = torch.ops.flashbpt.paged_attention_kernel.default(*prepare(*args, **kwargs))
+    else:
+        kwargs.pop("deterministic", None)
+        arguments = prepare(*args, **kwargs)
+        if op == "attention":
+            arguments, _ = arguments
+        with torch.no_grad():
+            text = torch.ops.flashbpt.attention_kernel.default(*arguments, backward)
     first, *lines = text.split("\n")
     name, _, config = first.partition(" ")
     refused = dict(line.split(": ", 1) for line in lines)

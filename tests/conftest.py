@@ -137,6 +137,15 @@ def small_rows(cuda):
     flashbpt._C.limit_shared_memory(0)
 
 
+@pytest.fixture
+def one_thread():
+    """No barriers to wait at on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def bench():
     """The modules of benchmarks/, by name, as run.py imports them."""

@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
+import paged_cases
 import pytest
 import reference
+import test_append_paged_kv
 import torch
 from cases import Case, VarlenCase, make, make_varlen
 from compare import as_truth, evaluate, with_cotangents
@@ -126,3 +128,41 @@ def test_dropout_in_order(cuda, dtype, dim):
     backward_accumulate(grad, None, *saved, *sums, deterministic=True, **call)
     for a, b in zip(got[1:3], sums, strict=True):
         torch.testing.assert_close(a.float(), b, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_paged_decode(cuda, dtype, dim):
+    """Requests split over blocks, several rows a request, and a tile of more than 16 rows."""
+    case = paged_cases.Case(lens=(300, 5, 0, 33), dim=dim, dtype=dtype)
+    paged_cases.check(replace(case, rows=(3, 1, 0, 2), page_size=5, sinks=True), cuda)
+    paged_cases.check(replace(case, heads=32, kv_heads=1, softcap=5.0, tree=True), cuda)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_paged_decode_small_rows(cuda, small_rows, dtype, dim):
+    paged_cases.check(paged_cases.Case(lens=(300, 5), dim=dim, dtype=dtype), cuda)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("cache", ["e4m3", "e5m2"])
+def test_paged_decode_fp8(cuda, cache, dim):
+    case = paged_cases.Case(lens=(130, 5), dim=dim, dtype="bf16", cache=cache, scales="heads")
+    paged_cases.check(case, cuda)
+    paged_cases.check(replace(case, heads=32, kv_heads=1), cuda)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_paged_prefill(cuda, dtype, dim):
+    case = paged_cases.Case(lens=(70, 40), rows=(66, 40), heads=3, kv_heads=1, dim=dim, dtype=dtype)
+    paged_cases.check(case, cuda)
+    paged_cases.check(replace(case, softcap=5.0, alibi="h", sinks=True, page_size=5), cuda)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_append(cuda, dtype):
+    test_append_paged_kv.test_append(cuda, dtype, "hnd", torch.int32)
+    test_append_paged_kv.test_append_rotates_keys(cuda, dtype, 20, True)
+    test_append_paged_kv.test_append_to_fp8(cuda, "e4m3", "heads")

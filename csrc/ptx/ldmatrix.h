@@ -22,4 +22,11 @@ __device__ inline void ldmatrix_x4_trans(uint32_t& r0, uint32_t& r1, uint32_t& r
                : "r"(row_smem));
 }
 
+// Of two matrices, whose rows lanes 0 to 15 name.
+__device__ inline void ldmatrix_x2_trans(uint32_t& r0, uint32_t& r1, uint32_t row_smem) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r0), "=r"(r1)
+               : "r"(row_smem));
+}
+
 }  // namespace flashbpt::ptx

@@ -65,13 +65,13 @@ bool waits_for_earlier_grids() {
 // Launches a kernel that begins with ptx::follow_earlier_grids(), so that its launch overlaps the
 // end of the kernel before it ("Programmatic dependent launch", CUDA C++ Programming Guide).
 template <auto kKernel, typename... Args>
-void launch_kernel(int64_t blocks, dim3 threads, int smem_bytes, cudaStream_t stream,
+void launch_kernel(dim3 blocks, dim3 threads, int smem_bytes, cudaStream_t stream,
                    const Args&... args) {
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.gridDim = blocks;
   config.blockDim = threads;
   config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
   config.stream = stream;

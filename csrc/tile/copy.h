@@ -104,4 +104,32 @@ __device__ void load_tile(Tile dst, GmemRows src, int rows, int row_bytes) {
   }
 }
 
+// The same for rows that lie anywhere: row(r) is where row r begins, null for a row of zeros;
+// `somewhere`: any valid address.
+template <int kRows, int kThreads, typename Tile, typename Row>
+__device__ void gather_tile(Tile dst, Row row, const char* somewhere, int row_bytes, int access) {
+  const CopyShare<kRows, kThreads, Tile> share;
+  if (!share.kAll && share.row >= share.kRowsAtOnce) return;
+  const int left = row_bytes - share.chunk * kChunkBytes;
+  const int bytes = left < 0 ? 0 : (left > kChunkBytes ? kChunkBytes : left);
+  if (access == kChunkBytes && bytes % kChunkBytes == 0) {
+#pragma unroll
+    for (int r = share.row; r < kRows; r += share.kRowsAtOnce) {
+      const char* const begin = row(r);
+      const bool there = begin != nullptr && bytes > 0;
+      ptx::cp_async_16(dst.chunk(r, share.chunk),
+                       there ? begin + share.chunk * kChunkBytes : somewhere,
+                       there ? kChunkBytes : 0);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int r = share.row; r < kRows; r += share.kRowsAtOnce) {
+    const char* const begin = row(r);
+    const bool there = begin != nullptr && bytes > 0;
+    copy_chunk(dst.chunk(r, share.chunk), there ? begin + share.chunk * kChunkBytes : somewhere,
+               there ? bytes : 0, access);
+  }
+}
+
 }  // namespace flashbpt::tile

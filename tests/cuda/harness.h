@@ -152,6 +152,26 @@ double median_seconds(Launch launch) {
   return times[times.size() / 2] * 1e-3;
 }
 
+// The same for launch(i, stream), i in [0, count), of which count make a CUDA graph: without the
+// time that the host takes. Seconds of one.
+template <typename Launch>
+double median_graph_seconds(int count, Launch launch) {
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t replay;
+  check_cuda(cudaStreamCreate(&stream), "cudaStreamCreate");
+  launch(0, stream);  // what the first launch sets up
+  check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
+  for (int i = 0; i < count; ++i) launch(i, stream);
+  check_cuda(cudaStreamEndCapture(stream, &graph), "capture");
+  check_cuda(cudaGraphInstantiate(&replay, graph, 0), "cudaGraphInstantiate");
+  const double seconds = median_seconds([&](int) { cudaGraphLaunch(replay, nullptr); });
+  check_cuda(cudaGraphExecDestroy(replay), "cudaGraphExecDestroy");
+  check_cuda(cudaGraphDestroy(graph), "cudaGraphDestroy");
+  check_cuda(cudaStreamDestroy(stream), "cudaStreamDestroy");
+  return seconds / count;
+}
+
 inline void print_time(const std::string& what, double seconds, double bytes) {
   std::printf("%-60s %8.1f us  %7.1f MB  %.3f TB/s\n", what.c_str(), seconds * 1e6, bytes * 1e-6,
               bytes / seconds * 1e-12);

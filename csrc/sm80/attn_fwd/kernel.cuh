@@ -32,20 +32,23 @@
 #include "../../tile/copy.h"
 #include "../../tile/gemm.h"
 #include "../../tile/store.h"
+#include "../paged_keys.h"
 #include "config.h"
 #include "launch.h"
 #include "schedule.h"
 
 namespace flashbpt::sm80 {
 
-// kRow: the row of kAttnFwdKernels. kTf32: fp32 inputs in single TF32 products.
-template <size_t kRow, bool kTf32>
-struct AttnFwd {
-  static constexpr AttnFwdConfig kConfig = kAttnFwdKernels[kRow].config;
-  static constexpr bool kMasks = kAttnFwdKernels[kRow].terms != Terms::kNone;
-  static constexpr bool kAllTerms = kAttnFwdKernels[kRow].terms == Terms::kAll;
-  static constexpr bool kDrops = kAllTerms || kAttnFwdKernels[kRow].terms == Terms::kDropout;
-  using T = typename tile::ElementOf<kAttnFwdKernels[kRow].dtype>::Type;
+// kRow: the row of kKernels. kTf32: fp32 inputs in single TF32 products. Params: of dense and
+// packed keys, or of keys in pages.
+template <const auto& kKernels, size_t kRow, bool kTf32, typename Params>
+struct AttnFwdOf {
+  static constexpr AttnFwdConfig kConfig = kKernels[kRow].config;
+  static constexpr bool kPaged = Params::kPaged;
+  static constexpr bool kMasks = kKernels[kRow].terms != Terms::kNone;
+  static constexpr bool kAllTerms = kKernels[kRow].terms == Terms::kAll;
+  static constexpr bool kDrops = kAllTerms || kKernels[kRow].terms == Terms::kDropout;
+  using T = typename tile::ElementOf<kKernels[kRow].dtype>::Type;
 
   static constexpr int kBlockQ = kConfig.block_q;
   static constexpr int kBlockK = kConfig.block_k;
@@ -81,10 +84,11 @@ struct AttnFwd {
     Dropout dropout;
     char padding[AttnFwdConfig::kPlaceBytes - sizeof(FwdPlace) - sizeof(ScoreTerms) -
                  sizeof(Dropout)];
+    alignas(16) PagedSlot slots[kPaged ? 2 : 0][kBlockK];  // of a tile's keys and the next one's
     char mask[];  // [kBlockQ, kBlockK] of the mask's own type, rows padded
   };
 
-  const AttnFwdKernelParams& p;
+  const Params& p;
   SmemPlan& smem;
   const FwdPlace& place;
   const int pair_warp = threadIdx.x / 32 % kPair;
@@ -100,7 +104,7 @@ struct AttnFwd {
   const ScoreTerms& terms;
   const Dropout& dropout;
 
-  __device__ AttnFwd(const AttnFwdKernelParams& p, SmemPlan& smem)
+  __device__ AttnFwdOf(const Params& p, SmemPlan& smem)
       : p(p),
         smem(smem),
         place(smem.place),
@@ -136,9 +140,20 @@ struct AttnFwd {
   __device__ void load_keys(const Tile& to, const char* from, const TensorView& t, int access,
                             int key_tile, int row_bytes) const {
     const int64_t stride = t.row * int64_t{sizeof(T)};
-    tile::load_tile<kBlockK, kThreads>(to, {from + key_tile * kBlockK * stride, stride, access},
-                                       static_cast<int>(place.seq.len_k) - key_tile * kBlockK,
-                                       row_bytes);
+    if constexpr (kPaged) {
+      const int64_t page_stride = (&t == &p.k ? p.pages.k_page : p.pages.v_page) * sizeof(T);
+      tile::gather_tile<kBlockK, kThreads>(
+          to,
+          [&](int r) {
+            const PagedSlot slot = smem.slots[key_tile % 2][r];
+            return slot.page < 0 ? nullptr : from + slot.page * page_stride + slot.token * stride;
+          },
+          from, row_bytes, access);
+    } else {
+      tile::load_tile<kBlockK, kThreads>(to, {from + key_tile * kBlockK * stride, stride, access},
+                                         static_cast<int>(place.seq.len_k) - key_tile * kBlockK,
+                                         row_bytes);
+    }
   }
   __device__ void load_k(int key_tile, int slice) const {
     load_keys(k_smem, k_gmem + slice_bytes(slice), p.k, p.access.k, key_tile,
@@ -146,6 +161,20 @@ struct AttnFwd {
   }
   __device__ void load_v(int key_tile) const {
     load_keys(v_smem, v_gmem, p.v, p.access.v, key_tile, row_bytes_from(p.dim_v, place.slice));
+  }
+  // Where the keys of a tile lie, for its copies behind the next barrier.
+  __device__ void find_slots(int key_tile) const {
+    if constexpr (kPaged) {
+      const int64_t begin = p.pages.table.begin(place.seq.batch);
+      // What the window leaves out is not read.
+      const int64_t seen = p.band.of_row(place.q0, place.seq.shift, place.seq.len_k).begin;
+      for (int r = threadIdx.x; r < kBlockK; r += kThreads) {
+        const int key = key_tile * kBlockK + r;
+        smem.slots[key_tile % 2][r] = key >= seen && key < place.seq.len_k
+                                          ? paged_slot(p.pages.table, p.pages.page_size, begin, key)
+                                          : PagedSlot{-1, 0};
+      }
+    }
   }
   __device__ void load_mask(int key_tile) {
     mask.load(place.seq.batch, place.head, place.q0, key_tile * kBlockK,
@@ -273,6 +302,10 @@ struct AttnFwd {
     if (key_tile >= tile_end) return;
     bool mask_partial = additive || (masked && !window.full(key_tile));
     if (one_slice) load_q(0);
+    if (kPaged) {
+      find_slots(key_tile);
+      __syncthreads();
+    }
     load_first(key_tile, mask_partial);
     ptx::cp_async_commit();
     // What dropout keeps of a tile is drawn beside the products of the one before; other terms
@@ -287,6 +320,7 @@ struct AttnFwd {
       const bool seen_by_all = begin >= place.seen_begin && begin + kBlockK <= place.seen_end;
       load_v(key_tile);
       ptx::cp_async_commit();
+      find_slots(key_tile + 1);
       float s[kM][kN][4];
       tile::clear(s);
       scores(s, key_tile);
@@ -410,10 +444,11 @@ struct AttnFwd {
 };
 
 template <size_t kRow, bool kTf32>
-__global__ void __launch_bounds__(AttnFwd<kRow, kTf32>::kThreads, AttnFwd<kRow, kTf32>::kMinBlocks)
-    attn_fwd_kernel(const __grid_constant__ AttnFwdKernelParams p) {
-  ptx::follow_earlier_grids();
-  using Fwd = AttnFwd<kRow, kTf32>;
+using AttnFwd = AttnFwdOf<kAttnFwdKernels, kRow, kTf32, AttnFwdKernelParams>;
+
+// The whole of a block.
+template <typename Fwd, typename Params>
+__device__ void attend(const Params& p) {
   extern __shared__ __align__(1024) char smem_raw[];
   auto& smem = *reinterpret_cast<typename Fwd::SmemPlan*>(smem_raw);
   if (threadIdx.x < 32) {
@@ -435,6 +470,13 @@ __global__ void __launch_bounds__(AttnFwd<kRow, kTf32>::kThreads, AttnFwd<kRow, 
   fwd.run(o, softmax);
   fwd.finish(o, softmax);
   fwd.store(o);
+}
+
+template <size_t kRow, bool kTf32>
+__global__ void __launch_bounds__(AttnFwd<kRow, kTf32>::kThreads, AttnFwd<kRow, kTf32>::kMinBlocks)
+    attn_fwd_kernel(const __grid_constant__ AttnFwdKernelParams p) {
+  ptx::follow_earlier_grids();
+  attend<AttnFwd<kRow, kTf32>>(p);
 }
 
 }  // namespace flashbpt::sm80

@@ -10,6 +10,7 @@
 namespace flashbpt::sm80 {
 
 struct AttnFwdKernelParams : AttnFwdParams {
+  static constexpr bool kPaged = false;
   RowAccess access;
   TileOrder order;
   Divisor heads;        // of queries
@@ -34,8 +35,8 @@ struct FwdPlace {
   bool empty;
 };
 
-template <int kBlockQ, int kBlockK>
-__device__ FwdPlace find_fwd_place(const AttnFwdKernelParams& p, uint32_t index) {
+template <int kBlockQ, int kBlockK, typename Params>
+__device__ FwdPlace find_fwd_place(const Params& p, uint32_t index) {
   const uint32_t splits = p.splits;
   FwdPlace place;
   place.slice = p.slices_v.remainder(index);
@@ -50,6 +51,12 @@ __device__ FwdPlace find_fwd_place(const AttnFwdKernelParams& p, uint32_t index)
     place.head = at.head;
     place.empty = found.empty;
     tile = found.tile;
+    if constexpr (Params::kPaged) {
+      place.seq.k_begin = 0;
+      place.seq.len_k = p.pages.table.length(place.seq.batch);
+      place.seq.shift = place.seq.len_k - place.seq.len_q;
+      place.empty |= place.seq.len_q <= p.pages.few_rows;
+    }
   } else {
     place.seq = sequence_of(p, p.heads.quotient(at.head));
     place.head = p.heads.remainder(at.head);

@@ -1,0 +1,58 @@
+// Where the keys of a request lie in a paged cache: block tables, token tables and CSR alike.
+#pragma once
+
+#include <cstdint>
+
+#include "host_device.h"
+
+namespace flashbpt {
+
+// A vector of whole numbers of either width in memory.
+struct IntegersView {
+  const void* data = nullptr;
+  bool int64 = false;
+  int64_t stride = 1;
+
+  FLASHBPT_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
+  FLASHBPT_HOST_DEVICE int64_t operator[](int64_t i) const {
+    return int64 ? static_cast<const int64_t*>(data)[i * stride]
+                 : static_cast<const int32_t*>(data)[i * stride];
+  }
+};
+
+// Entries of a request are pages of `page_size` slots; or, in a token table, slots themselves.
+//
+//   block table   entries [batch, max_pages], row_stride                (PagedAttention)
+//   token table   entries [rows, max_tokens], row_stride, rows [batch]  (SGLang: req_to_token)
+//   CSR           entries [pages in use], indptr [batch + 1]            (FlashInfer)
+//
+// Entries past the used ones are never read.
+struct PageTableView {
+  IntegersView entries;
+  int64_t row_stride = 0;
+  IntegersView rows;    // row of a request; none: the request itself
+  IntegersView indptr;  // first entry of a request, CSR alone
+  bool slots = false;
+  int64_t page_size = 1;
+  IntegersView seq_lens;       // [batch]: keys of a request, its new rows' own included
+  IntegersView last_page_len;  // [batch], CSR without seq_lens
+
+  // Keys of a request.
+  FLASHBPT_HOST_DEVICE int64_t length(int64_t request) const {
+    if (seq_lens) return seq_lens[request];
+    const int64_t pages = indptr[request + 1] - indptr[request];
+    return pages > 0 ? (pages - 1) * page_size + last_page_len[request] : 0;
+  }
+  // Index of a request's first entry.
+  FLASHBPT_HOST_DEVICE int64_t begin(int64_t request) const {
+    if (indptr) return indptr[request];
+    return (rows ? rows[request] : request) * row_stride;
+  }
+  // Of the slot that holds key `position` of the request whose entries begin at `begin`.
+  FLASHBPT_HOST_DEVICE int64_t slot(int64_t begin, int64_t position) const {
+    if (slots) return entries[begin + position];
+    return entries[begin + position / page_size] * page_size + position % page_size;
+  }
+};
+
+}  // namespace flashbpt

@@ -1,0 +1,20 @@
+// What a backend of paged attention implements; paged.cpp picks one.
+#pragma once
+
+#include "paged_call.h"
+
+namespace flashbpt {
+
+// Why sm80 does not serve a call; null where it does.
+const char* refuse_paged_sm80(const PagedCall& call);
+// The kernel that serves a call, by name; that of prefill where requests may have many rows.
+const char* paged_kernel_sm80(const PagedCall& call);
+// Fills the call's out and lse, whatever they hold.
+void paged_attention_sm80(const PagedCall& call);
+
+// Of checked arguments on a GPU.
+void append_paged_kv_sm80(const at::Tensor& key, const at::Tensor& value, const at::Tensor& k_cache,
+                          const at::Tensor& v_cache, const at::Tensor& slot_mapping,
+                          const AppendOptions& options);
+
+}  // namespace flashbpt

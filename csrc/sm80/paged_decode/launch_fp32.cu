@@ -1,0 +1,9 @@
+#include "launch_kernels.cuh"
+
+namespace flashbpt::sm80 {
+
+void launch_paged_decode_fp32(const PagedDecodeParams& p, cudaStream_t stream) {
+  launch_paged_decode_of<CacheType::kSame, DataType::kFloat32>(p, stream);
+}
+
+}  // namespace flashbpt::sm80
