@@ -98,7 +98,9 @@ def _measure(case: Case, options: Options, device: str) -> Row:
     seconds = alternate(calls, budget, inputs, clock="events" if device == "cuda" else "host")
     clock = {"sm_mhz": sm_mhz()} if device == "cuda" else {}
     if case.same_result:
-        _compare(case, {name: calls[name](*inputs[0]) for name, s in seconds.items() if s})
+        tolerance = TOLERANCE_TF32 if case.tf32 else TOLERANCE[case.dtype]
+        results = {name: calls[name](*inputs[0]) for name, s in seconds.items() if s}
+        compare(results, tolerance, case.row())
     choice = flashbpt.which_kernel(
         *inputs[0][1:], op=case.op, backward=case.direction == "bwd", **case.kwargs
     )
@@ -134,11 +136,11 @@ def _call(function: Callable, direction: str, leaves: int) -> Callable[..., tupl
     return {"fwd": forward, "bwd": backward, "fwd+bwd": both}[direction]
 
 
-def _compare(case: Case, results: dict[str, tuple]) -> None:
-    tolerance = TOLERANCE_TF32 if case.tf32 else TOLERANCE[case.dtype]
+def compare(results: dict[str, tuple], tolerance: float, row: Row) -> None:
+    """Raises AssertionError where a peer's tensors are further from flashbpt's."""
     norm = functools.partial(torch.linalg.vector_norm, dtype=torch.float32)
     for name, result in results.items():
         for ours, theirs in zip(results["flashbpt"], result):
             error = float(norm(ours.detach() - theirs.detach()) / norm(theirs.detach()))
             if not error <= tolerance:
-                raise AssertionError(f"flashbpt is {error:.1e} from {name} in {case.row()}")
+                raise AssertionError(f"flashbpt is {error:.1e} from {name} in {row}")

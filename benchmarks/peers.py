@@ -6,6 +6,7 @@ the offsets and lengths of queries and keys, and causal. A peer that cannot be i
 and `null` in the results; one that refuses a case raises RuntimeError, and is null in that row.
 """
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,18 @@ _SDPA = F.scaled_dot_product_attention
 def sdpa(query, key, value, is_causal=False, attn_mask=None):
     """PyTorch's function with the backend that it chooses itself."""
     return _SDPA(query, key, value, attn_mask=attn_mask, is_causal=is_causal)
+
+
+def sdpa_gqa(query, key, value):
+    """The same where query heads share those of keys."""
+    return _SDPA(query, key, value, enable_gqa=True)
+
+
+def flash_sdpa(device: str) -> contextlib.AbstractContextManager:
+    """Inside it SDPA is FlashAttention-2 on CUDA; around the timing, as it takes host time."""
+    if device != "cuda":
+        return contextlib.nullcontext()
+    return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
 
 
 def _sdpa_with(backend: SDPBackend) -> Peer:

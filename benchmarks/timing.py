@@ -37,6 +37,13 @@ class Budget:
     calls: int = 1  # calls in one sample, for functions of microseconds
 
 
+def host_budget(quick: bool) -> Budget:
+    """For the host's time of calls of microseconds."""
+    if quick:
+        return Budget(seconds=0.02, min_rounds=3, max_rounds=5, calls=5)
+    return Budget(seconds=2.0, min_rounds=100, max_rounds=2000, calls=20)
+
+
 def alternate(
     candidates: dict[str, Callable[..., Any]],
     budget: Budget,
@@ -123,11 +130,16 @@ def _no_gc():
 def rotated(make: Callable[[], tuple], device: str) -> list[tuple]:
     """Enough sets of inputs from `make` to fill the L2 cache of a GPU twice; one on the CPU."""
     first = make()
-    if device != "cuda":
-        return [first]
     size = sum(t.numel() * t.element_size() for t in first if isinstance(t, torch.Tensor))
+    return [first] + [make() for _ in range(copies(size, device) - 1)]
+
+
+def copies(size: int, device: str) -> int:
+    """How many inputs of `size` bytes fill the L2 cache of a GPU twice; one on the CPU."""
+    if device != "cuda":
+        return 1
     l2 = torch.cuda.get_device_properties().L2_cache_size
-    return [first] + [make() for _ in range(min(64, (2 * l2 - 1) // max(size, 1)))]
+    return 1 + min(64, (2 * l2 - 1) // max(size, 1))
 
 
 def sm_mhz() -> int | None:

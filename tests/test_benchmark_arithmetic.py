@@ -65,6 +65,123 @@ def test_summary_groups_rows_and_leaves_out_flashbpt_itself(bench):
     assert second.split() == "float32 TF32 64 fwd 1 - 3 3 3".split()
 
 
+# ---- paged caches
+
+
+@pytest.mark.parametrize("keys, rows", [(7, 1), (7, 4), (7, 7), (1, 1)])
+def test_operations_of_new_rows(bench, keys, rows):
+    module = bench("paged_case")
+    seen = sum(k <= keys - rows + r for r in range(rows) for k in range(keys))
+    assert module.visible_keys(keys, rows) == seen
+    case = paged_case(bench, lens=[keys, keys + 2], rows=rows, unit="TFLOP/s")
+    more = module.visible_keys(keys + 2, rows)
+    assert case.flop == 4 * 4 * 128 * (seen + more)
+    assert case.value(1e-6) == pytest.approx(case.flop * 1e-6)
+
+
+def paged_case(bench, **fields):
+    module = bench("paged_case")
+    fields = {"case": "", "heads": (4, 2), "lens": [8], "page_size": 4, **fields}
+    return module.PagedCase(flashbpt=module.paged, others={}, **fields)
+
+
+def test_bytes_of_keys_and_values(bench):
+    case = paged_case(bench, lens=[5, 9], unit="TB/s")
+    assert case.kv_bytes == (5 + 9) * 2 * 128 * 2 * 2
+    assert case.value(2e-9) == pytest.approx(case.kv_bytes / 2e-9 * 1e-12)
+    half = paged_case(bench, lens=[5, 9], cache_dtype=torch.float8_e4m3fn)
+    assert half.kv_bytes * 2 == case.kv_bytes and half.value(3e-6) == pytest.approx(3.0)
+    shared = paged_case(bench, lens=[5, 9], prefix=4)  # read once
+    assert shared.kv_bytes * 14 == case.kv_bytes * (4 + 1 + 5)
+
+
+def test_calls_share_a_pool_and_no_page(bench, monkeypatch):
+    module = bench("paged_case")
+    monkeypatch.setattr(module, "copies", lambda size, device: 3)
+    case = paged_case(bench, lens=[9, 5], prefix=4)
+    calls = case.draw("cpu")
+    assert len({call.key_cache.data_ptr() for call in calls}) == 1 and len(calls) == 3
+    used = []
+    for call in calls:
+        assert call.block_table.shape == (2, 3) and call.block_table[1, 2] == 0
+        assert call.block_table[0, 0] == call.block_table[1, 0]
+        used += call.block_table[0].tolist() + call.block_table[1, 1:2].tolist()
+    assert sorted(used) == list(range(len(calls[0].key_cache))) == list(range(3 * 4))
+
+
+def test_keys_in_other_pages_and_as_flashinfer_takes_them(bench):
+    module, peers = bench("paged_case"), bench("paged_peers")
+    (call,) = paged_case(bench, lens=[9, 12, 1]).draw("cpu")
+    key, value = call.packed()
+    assert len(key) == 22 and torch.equal(key[8], call.key_cache[call.block_table[0, 2], 0])
+    moved = module.repaged(call, 8)
+    assert moved.key_cache.shape == (2 + 2 + 1, 8, 2, 128)
+    assert all(map(torch.equal, moved.packed(), (key, value)))
+    indptr, indices, last = peers.csr(call)
+    assert (indptr.tolist(), last.tolist()) == ([0, 3, 6, 7], [1, 4, 1])
+    assert torch.equal(indices[3:6], call.block_table[1])
+    indptr, indices, last = peers.csr(call, first=1)
+    assert (indptr.tolist(), last.tolist()) == ([0, 2, 4, 4], [1, 4, 1])
+
+
+def test_a_graph_holds_every_call_as_often(bench):
+    calls = bench("paged_case").graph_calls
+    assert [calls(n) for n in (1, 3, 8, 30)] == [8, 9, 8, 30]
+
+
+def test_decode_targets(bench):
+    def row(kind, heads=(32, 8), batch=8, seqlen=32768, **values):
+        return {"kind": kind, "heads": list(heads), "batch": batch, "seqlen": seqlen, **values}
+
+    def line(start, *rows):
+        lines = bench("suites.decode").verdict(list(rows))
+        (found,) = [line for line in lines if line.startswith(start)]
+        return found
+
+    rate, time = {"unit": "TB/s"}, {"unit": "us"}
+    others, mqa = "target: other uniform", "target: uniform MQA"
+    for speeds, end in [((0.99, 1.1), ", met"), ((0.97, 1.2), "MISSED"), ((1.0, 1.0), "MISSED")]:
+        rows = [row("uniform", **rate, flashbpt=s, fa3=1.0, flashinfer=0.5) for s in speeds]
+        assert line(others, *rows).endswith(end)
+    for speeds, end in [((0.99, 1.5), ", met"), ((1.1, 1.1), "MISSED")]:
+        rows = [row("uniform", (32, 1), **rate, flashbpt=s, fa3=1.0) for s in speeds]
+        assert line(mqa, *rows).endswith(end)
+    for ours, peer, end in [(4.0, 4.2, ", met"), (3.5, 3.0, ", met"), (3.5, 3.2, "MISSED")]:
+        assert line("target: skewed", row("skewed", **rate, flashbpt=ours, fa3=peer)).endswith(end)
+    for ours, end in [(1.12, ", met"), (1.1, "MISSED")]:
+        small = row("uniform", batch=1, seqlen=8192, **rate, flashbpt=ours, fa3=1.0)
+        assert line("bar: time of the best peer, one", small).endswith(end)
+    for ours, end in [(1.0, ", met"), (0.99, "MISSED")]:
+        four = row("four_rows", **rate, flashbpt=ours, fa3=1.0, flashinfer_fa2=None)
+        assert line("target: 4 rows", four).endswith(end)
+    for ours, end in [(1.0, ", met"), (1.1, "MISSED")]:
+        fp8 = row("fp8", **time, flashbpt=ours, bf16_cache=1.75)
+        beside = row("fp8", **rate, flashbpt=1.0, flashinfer=2.0)
+        assert line("target: fp8", fp8, beside).endswith(end) and "1 rows" in line(
+            "target: fp8", fp8
+        )
+        host = row("host", **time, flashbpt=1.45 * ours, fa2=1.0)
+        assert line("bar: host time", host).endswith(end)
+    for missing in ("target: other", "target: uniform", "bar: time of the best"):
+        alone = [row("uniform", **rate, flashbpt=1.0, fa3=None)]
+        assert not any(one.startswith(missing) for one in bench("suites.decode").verdict(alone))
+
+
+@pytest.mark.gpu
+def test_a_row_is_measured_by_graphs(bench):
+    case = paged_case(bench, lens=[256, 40], page_size=16, unit="TB/s")
+    case.others = {"own_flat": case.flashbpt}
+    options = bench("options").Options(quick=True)
+    (row,) = bench("paged_case").measure([case], options)
+    assert set(row["eager_us"]) == {"flashbpt", "own_flat"} and row["own_flat"] > 0
+    calls = case.draw("cuda")
+    candidate = bench("paged_case")._Candidate(case.flashbpt, calls, graph=True)
+    last = (bench("paged_case").graph_calls(len(calls)) - 1) % len(calls)
+    for _ in range(2):
+        calls[last].query.normal_()
+        torch.testing.assert_close(candidate.replay(), candidate.one(last))
+
+
 # ---- timing
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_cases import ROW, cases_of, options_of
 
 from benchmarks.git_tree import git_tree
 
@@ -18,18 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 SUITES = ("cpu", "overhead")
 HEADER = {"gpu", "driver", "torch", "csrc", "date"}
-ROW = {
-    "suite": str,
-    "case": str,
-    "backend": str,
-    "dtype": str,
-    "head_dim": int,
-    "seqlen": int,
-    "causal": bool,
-    "direction": str,
-    "unit": str,
-    "flashbpt": float,
-}
 
 
 @pytest.fixture(scope="module")
@@ -146,25 +135,14 @@ def varlen_by_sdpa(q, k, v, cu_q, cu_k, max_q, max_k, causal=False):
 
 
 @pytest.fixture
-def cuda_peers(bench, monkeypatch):
-    """On one thread: no barriers to wait at on a busy machine."""
-    peers, threads = bench("peers"), torch.get_num_threads()
+def cuda_peers(bench, monkeypatch, one_thread):
+    peers = bench("peers")
     for name in ("fa2", "efficient", "cudnn"):
         monkeypatch.setitem(peers.PEERS, name, peers.sdpa)
     monkeypatch.setitem(peers.VARLEN_PEERS, "fa2", varlen_by_sdpa)
-    torch.set_num_threads(1)
     gc.freeze()
     yield
     gc.unfreeze()
-    torch.set_num_threads(threads)
-
-
-def options_of(bench, only=(), **kwargs):
-    return bench("options").Options(only=[re.compile(text) for text in only], **kwargs)
-
-
-def cases_of(bench, suite, **kwargs):
-    return list(bench(f"suites.{suite}").cases(options_of(bench, **kwargs)))
 
 
 def test_dense_cases(bench):

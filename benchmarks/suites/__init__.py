@@ -6,12 +6,15 @@ A suite is a module with `rows(options)`, a generator of result rows without the
 
 from types import ModuleType
 
-from suites import cpu, dense, masks, overhead, varlen
+from suites import cpu, decode, dense, masks, overhead, prefill, shared_prefix, varlen
 
 SUITES: dict[str, ModuleType] = {
     "dense": dense,
     "varlen": varlen,
     "masks": masks,
+    "decode": decode,
+    "prefill": prefill,
+    "shared_prefix": shared_prefix,
     "overhead": overhead,
     "cpu": cpu,
 }

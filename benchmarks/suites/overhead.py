@@ -5,16 +5,14 @@ one thread, since waking others is not the call's own time. On CUDA the peer is 
 by SDPA or by varlen_attn; calls are enqueued and waited for after each sample, outside of it.
 """
 
-import contextlib
 import itertools
 from collections.abc import Iterator
 
 import torch
 from options import Options
-from peers import VARLEN_PEERS, sdpa
+from peers import VARLEN_PEERS, flash_sdpa, sdpa
 from report import Row, bar_line, ratio
-from timing import Budget, alternate, sm_mhz
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from timing import alternate, host_budget, sm_mhz
 
 import flashbpt
 
@@ -25,13 +23,7 @@ SHAPES = [(1, 2, 16, 32), (2, 4, 32, 32), (1, 8, 64, 64)]
 
 
 def rows(options: Options) -> Iterator[Row]:
-    quick = options.quick
-    budget = Budget(
-        seconds=0.02 if quick else 2.0,
-        min_rounds=3 if quick else 100,
-        max_rounds=5 if quick else 2000,
-        calls=5 if quick else 20,
-    )
+    budget = host_budget(options.quick)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -101,10 +93,7 @@ def _measure(device, packed, shape, mode, budget) -> Row:
         if device == "cuda":
             candidates["peer"] = varlen(VARLEN_PEERS["fa2"]), tokens
     calls = {name: _call(function, inputs, mode) for name, (function, inputs) in candidates.items()}
-    flash = (
-        sdpa_kernel(SDPBackend.FLASH_ATTENTION) if device == "cuda" else contextlib.nullcontext()
-    )
-    with flash, torch.set_grad_enabled(grad):
+    with flash_sdpa(device), torch.set_grad_enabled(grad):
         seconds = alternate(calls, budget)
     return {
         "backend": flashbpt.which_kernel(*dense).kernel,
