@@ -26,8 +26,10 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 test: $(BUILT) $(call extra,test)
 	$(PY) -m pytest tests $(ARGS)
 
+# ARGS are the training's; what it leaves in its usual folder then writes, from paged caches.
 demo: $(BUILT) $(call extra,demo)
 	$(PY) examples/train_gpt.py $(ARGS)
+	$(PY) examples/generate.py
 
 gpu-test: $(BUILT) $(call extra,test)
 	$(PY) -m pytest tests --gpu-report tests/gpu_report.json $(ARGS)
