@@ -374,8 +374,8 @@ def flat_table(levels, key_cache):
             row = torch.searchsorted(groups.long().contiguous(), request, right=True) - 1
         if lens is None:
             lens = lengths(table, page_size)
-        if not lens.shape[0]:
-            continue
+        if groups is not None and not lens.shape[0]:
+            continue  # nobody shares anything here
         # A row past the groups has no prefix here.
         there = row < lens.shape[0]
         row = row.clamp(max=max(lens.shape[0] - 1, 0))

@@ -110,3 +110,19 @@ def test_shared_prefix(device, case, dtype):
         assert_close(f"out {i}", got, exact, plain.to(DTYPES[dtype]), ulps=3)
         assert_close(f"lse {i}", lse[row : row + n].cpu().T[None], exact_lse, plain_lse.float())
         row += n
+
+
+@pytest.mark.parametrize("window", [None, (3, -1)])
+@pytest.mark.parametrize("requests", [0, 2])
+def test_levels_without_groups(device, requests, window):
+    """A level that nobody shares, and no request at all, change nothing."""
+    query = torch.randn(requests, 4, 32, device=device)
+    caches = [torch.randn(3, 8, 2, 32, device=device) for _ in "kv"]
+    table = torch.arange(requests, device=device)[:, None]
+    lens = torch.full((requests,), 5, device=device)
+    nobody = (table[:0], lens[:0], torch.zeros(1, dtype=torch.int64, device=device))
+    levels = [nobody, (table, lens, None)]
+    got = flashbpt.shared_prefix_attention(query, *caches, levels, window=window)
+    torch.testing.assert_close(
+        got, flashbpt.paged_attention(query, *caches, table, lens, window=window)
+    )
