@@ -14,7 +14,7 @@ PEER_NAMES = (
     "selective torch_cp"
 ).split()
 # flashbpt itself without what the row measures.
-SELF_NAMES = ("flag unmasked no_dropout no_bias_grad bf16_cache page64 contiguous own_flat").split()
+SELF_NAMES = "flag unmasked no_dropout no_bias_grad bf16_cache page64 contiguous own_flat".split()
 HIGHER_IS_BETTER = {"TFLOP/s": True, "TB/s": True, "tokens/s": True, "us": False, "ms": False}
 HIGHER_IS_BETTER["GB"] = False
 

@@ -41,11 +41,6 @@ at::Tensor run(PagedCall& call, const at::Tensor& out) {
   return lse;
 }
 
-void check_scale(const char* name, const std::optional<at::Tensor>& scale, const at::Tensor& cache,
-                 const at::Tensor& key) {
-  cache_view(name, cache, key, scale);
-}
-
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor> paged_attention(const at::Tensor& q, const at::Tensor& k_cache,
@@ -86,8 +81,8 @@ void append_paged_kv(const at::Tensor& key, const at::Tensor& value, const at::T
       "flashbpt: key and value must have one dtype, float32, bfloat16, float16 or float64, ",
       "got ", key.scalar_type(), " and ", value.scalar_type());
   check_same_device("value", value, key);
-  check_scale("key_cache", options.key_scale, k_cache, key);
-  check_scale("value_cache", options.value_scale, v_cache, key);
+  cache_view("key_cache", k_cache, key, options.key_scale);  // for its checks
+  cache_view("value_cache", v_cache, key, options.value_scale);
   const auto fits = [](const at::Tensor& rows, const at::Tensor& cache) {
     return rows.size(1) == cache.size(2) && rows.size(2) == cache.size(3);
   };

@@ -12,10 +12,6 @@ bool given(const std::optional<at::Tensor>& t) {
   return t.has_value() && t->defined();
 }
 
-bool is_fp8(at::ScalarType t) {
-  return t == at::kFloat8_e4m3fn || t == at::kFloat8_e5m2;
-}
-
 void check_integers(const char* name, const at::Tensor& t, const at::Tensor& query, int64_t dims) {
   check_same_device(name, t, query);
   TORCH_CHECK(t.scalar_type() == at::kInt || t.scalar_type() == at::kLong, "flashbpt: ", name,
@@ -31,8 +27,8 @@ CacheView cache_view(const char* name, const at::Tensor& cache, const at::Tensor
   check_same_device(name, cache, query);
   TORCH_CHECK(cache.dim() == 4, "flashbpt: ", name, " must be (pages, page_size, heads, dim), got ",
               cache.sizes());
-  TORCH_CHECK(cache.scalar_type() == query.scalar_type() || is_fp8(cache.scalar_type()),
-              "flashbpt: ", name, " must have query's dtype, ", query.scalar_type(),
+  TORCH_CHECK(cache.scalar_type() == query.scalar_type() || is_fp8(cache), "flashbpt: ", name,
+              " must have query's dtype, ", query.scalar_type(),
               ", or be float8_e4m3fn or float8_e5m2, got ", cache.scalar_type());
   TORCH_CHECK(has_unit_columns(cache), "flashbpt: the last dimension of ", name,
               " must have stride 1, got strides ", cache.strides());

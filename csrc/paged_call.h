@@ -6,6 +6,10 @@
 
 namespace flashbpt {
 
+inline bool is_fp8(const at::Tensor& t) {
+  return t.scalar_type() == at::kFloat8_e4m3fn || t.scalar_type() == at::kFloat8_e5m2;
+}
+
 // [pages, page_size, heads, width] of query's type or fp8, columns side by side.
 CacheView cache_view(const char* name, const at::Tensor& cache, const at::Tensor& query,
                      const std::optional<at::Tensor>& scale);

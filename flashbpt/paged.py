@@ -1,8 +1,11 @@
 """Attention over paged KV caches: decode, chunked prefill, append, shared prefixes."""
 
+import functools
+
 import torch
 
 from flashbpt.arguments import window_limits
+from flashbpt.attention import accumulation_dtype
 from flashbpt.backend import _State
 from flashbpt.merge import merge_attention_states
 
@@ -217,9 +220,7 @@ def _paged_attention_out_fake(q, *options):
 
 
 def _fake_lse(q):
-    return q.new_empty(
-        q.shape[:2], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32
-    )
+    return q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
 
 
 def append_paged_kv(
@@ -312,52 +313,26 @@ def shared_prefix_attention(
             "flashbpt: the last level holds each request's own keys and takes no group_indptr, got "
             f"{tuple(own_groups.shape)}"
         )
-    options = {"scale": scale, "softcap": softcap, "return_lse": True}
+    attend = functools.partial(
+        paged_attention,
+        query,
+        key_cache,
+        value_cache,
+        scale=scale,
+        softcap=softcap,
+        return_lse=True,
+    )
+    own = {"cu_seqlens_q": cu_seqlens_q, "causal": causal, "window": window}
     if window is not None and prefixes:
         # How far a prefix's keys are from a row depends on the row's request.
-        table, lens = flat_table(levels, key_cache)
-        out, lse = paged_attention(
-            query,
-            key_cache,
-            value_cache,
-            table,
-            lens,
-            cu_seqlens_q=cu_seqlens_q,
-            causal=causal,
-            window=window,
-            **options,
-        )
-        return (out, lse) if return_lse else out
-    states = []
-    for table, lens, groups in prefixes:
-        rows = groups if cu_seqlens_q is None else cu_seqlens_q[groups.long()]
-        states.append(
-            paged_attention(
-                query,
-                key_cache,
-                value_cache,
-                table,
-                lens,
-                cu_seqlens_q=rows,
-                causal=False,
-                **options,
-            )
-        )
-    states.append(
-        paged_attention(
-            query,
-            key_cache,
-            value_cache,
-            own_table,
-            own_lens,
-            cu_seqlens_q=cu_seqlens_q,
-            causal=causal,
-            window=window,
-            **options,
-        )
-    )
-    outs, lses = zip(*states, strict=True)
-    out, lse = merge_attention_states(outs, lses) if prefixes else states[0]
+        out, lse = attend(*flat_table(levels, key_cache), **own)
+    else:
+        states = []
+        for table, lens, groups in prefixes:
+            rows = groups if cu_seqlens_q is None else cu_seqlens_q[groups.long()]
+            states.append(attend(table, lens, cu_seqlens_q=rows, causal=False))
+        states.append(attend(own_table, own_lens, **own))
+        out, lse = merge_attention_states(*zip(*states, strict=True)) if prefixes else states[0]
     return (out, lse) if return_lse else out
 
 

@@ -9,10 +9,6 @@
 namespace flashbpt::cpu {
 namespace {
 
-bool is_fp8(const at::Tensor& t) {
-  return t.scalar_type() == at::kFloat8_e4m3fn || t.scalar_type() == at::kFloat8_e5m2;
-}
-
 // Rows of a cache by their slots, [slots, heads, width]; fp8 as it is stored.
 at::Tensor gather(const at::Tensor& cache, const at::Tensor& slots) {
   const at::Tensor bytes = is_fp8(cache) ? cache.view(at::kByte) : cache;
