@@ -18,7 +18,6 @@
 #include "sm80/mask_tiles/config.h"
 #include "sm80/merge_states/config.h"
 #include "sm80/paged_decode/config.h"
-#include "sm80/paged_merge/config.h"
 #include "sm80/paged_prefill/config.h"
 #endif
 
@@ -74,13 +73,9 @@ py::dict config_dict(const sm80::MergeStatesConfig& c) {
 
 py::dict config_dict(const sm80::PagedDecodeConfig& c) {
   return py::dict("element_bytes"_a = c.element_bytes, "cache_bytes"_a = c.cache_bytes,
-                  "head_dim"_a = c.head_dim, "rows"_a = c.rows, "warps"_a = c.warps,
-                  "stages"_a = c.stages, "min_blocks"_a = c.min_blocks,
+                  "head_dim"_a = c.head_dim, "rows"_a = c.rows, "block_k"_a = c.block_k,
+                  "warps"_a = c.warps, "stages"_a = c.stages, "min_blocks"_a = c.min_blocks,
                   "smem_bytes"_a = c.smem_bytes());
-}
-
-py::dict config_dict(const sm80::PagedMergeConfig& c) {
-  return py::dict("warps"_a = c.warps, "unroll"_a = c.unroll, "min_blocks"_a = c.min_blocks);
 }
 
 py::dict config_dict(const sm80::AppendKvConfig& c) {
@@ -103,7 +98,6 @@ py::list kernels() {
   add("mask_tiles", sm80::kMaskTilesConfig);
   for (const auto& kernel : sm80::kMergeStatesKernels) add(kernel.name, kernel.config);
   for (const auto& kernel : sm80::kPagedDecodeKernels) add(kernel.name, kernel.config);
-  add("paged_merge", sm80::kPagedMergeConfig);
   for (const auto& kernel : sm80::kPagedPrefillKernels) add(kernel.name, kernel.config);
   add("append_kv", sm80::kAppendKvConfig);
 #endif

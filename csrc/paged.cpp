@@ -36,7 +36,7 @@ at::Tensor run(PagedCall& call, const at::Tensor& out) {
   } else if (backend == Backend::kCpu) {
     cpu::paged_attention(call, out, lse);
   } else {
-    paged_attention_sm80(call);
+    paged_attention_sm80(call, out, lse);
   }
   return lse;
 }

@@ -9,8 +9,8 @@ namespace flashbpt {
 const char* refuse_paged_sm80(const PagedCall& call);
 // The kernel that serves a call, by name; that of prefill where requests may have many rows.
 const char* paged_kernel_sm80(const PagedCall& call);
-// Fills the call's out and lse, whatever they hold.
-void paged_attention_sm80(const PagedCall& call);
+// Fills out and lse, which the call's params show, whatever they hold.
+void paged_attention_sm80(const PagedCall& call, const at::Tensor& out, const at::Tensor& lse);
 
 // Of checked arguments on a GPU.
 void append_paged_kv_sm80(const at::Tensor& key, const at::Tensor& value, const at::Tensor& k_cache,

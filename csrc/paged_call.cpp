@@ -53,7 +53,10 @@ IntegersView integers_view(const char* name, const at::Tensor& t, const at::Tens
   check_integers(name, t, query, 1);
   TORCH_CHECK(size < 0 || t.size(0) == size, "flashbpt: ", name, " must have ", size,
               " elements, got ", t.size(0));
-  return {t.data_ptr(), t.scalar_type() == at::kLong, t.stride(0)};
+  const int64_t stride = t.size(0) > 1 ? t.stride(0) * t.element_size() : t.element_size();
+  TORCH_CHECK(t.size(0) * stride <= INT32_MAX, "flashbpt: ", name, " must lie within 2 GB, got ",
+              t.size(0), " elements with a stride of ", t.stride(0));
+  return {t.data_ptr(), t.scalar_type() == at::kLong, static_cast<uint32_t>(stride)};
 }
 
 PagedCall::PagedCall(const at::Tensor& q, const at::Tensor& k_cache, const at::Tensor& v_cache,
@@ -110,13 +113,16 @@ void PagedCall::set_table() {
     view.indptr = integers_view("indptr", *table.indptr, q, -1);
     TORCH_CHECK(table.indptr->size(0) > 0, "flashbpt: indptr must have batch + 1 elements, got 0");
     p.batch = table.indptr->size(0) - 1;
+    view.most_keys = table.entries.size(0) * view.page_size;
   } else {
     check_integers("block_table", table.entries, q, 2);
     TORCH_CHECK(table.entries.size(1) <= 1 || table.entries.stride(1) == 1,
                 "flashbpt: the rows of block_table must be contiguous, got strides ",
                 table.entries.strides());
-    view.entries = {table.entries.data_ptr(), table.entries.scalar_type() == at::kLong, 1};
+    view.entries = {table.entries.data_ptr(), table.entries.scalar_type() == at::kLong,
+                    static_cast<uint32_t>(table.entries.element_size())};
     view.row_stride = table.entries.stride(0);
+    view.most_keys = table.entries.size(1) * (view.slots ? 1 : view.page_size);
     p.batch = table.entries.size(0);
     if (given(table.rows)) {
       view.rows = integers_view("req_pool_indices", *table.rows, q, -1);

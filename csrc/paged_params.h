@@ -46,9 +46,6 @@ struct PagedParams {
   const uint8_t* tree = nullptr;  // the requests' [rows, rows], one after the other
 
   FLASHBPT_HOST_DEVICE int64_t group() const { return heads_kv > 0 ? heads_q / heads_kv : 1; }
-  FLASHBPT_HOST_DEVICE int64_t row_begin(int64_t request) const {
-    return cu_seqlens_q ? cu_seqlens_q[request] : request;
-  }
 };
 
 }  // namespace flashbpt

@@ -8,14 +8,16 @@
 
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include "merge_states.h"
 #include "sm80/append_kv/launch.h"
 #include "sm80/paged_decode/launch.h"
-#include "sm80/paged_merge/launch.h"
 #include "sm80/paged_prefill/launch.h"
+#include "stream_barriers.h"
 #endif
 
 namespace flashbpt {
@@ -51,6 +53,30 @@ bool takes_prefill(const PagedParams& p, const sm80::DeviceLimits& device) {
   return most > few && sm80::paged_prefill_serves(p, device);
 }
 
+// Rows of requests that decoding takes hold nothing of use then: it goes after.
+void launch_prefill(const PagedCall& call, const sm80::DeviceLimits& device,
+                    c10::cuda::CUDAStream stream, const at::Tensor& out, const at::Tensor& lse) {
+  sm80::PagedPrefillSplits splits;
+  splits.count = sm80::paged_prefill_splits(call.params, device);
+  at::Tensor outs, lses;
+  if (splits.count > 1) {
+    const auto options = call.q.options().dtype(at::kFloat);
+    outs = at::empty({splits.count, out.size(0), out.size(1), out.size(2)}, options);
+    // Of rows that the kernel does not have: states without keys, whose `outs` are never read.
+    lses = at::full({splits.count, out.size(0), out.size(1)}, -INFINITY, options);
+    splits.out = {outs.data_ptr(), DataType::kFloat32, 0, outs.stride(2), outs.stride(1), 1};
+    splits.lse = {lses.data_ptr(), DataType::kFloat32, 0, lses.stride(2), lses.stride(1), 0};
+    splits.out_stride = outs.stride(0);
+    splits.lse_stride = lses.stride(0);
+  }
+  sm80::launch_paged_prefill(call.params, splits, device, stream);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  if (splits.count == 1) return;
+  const auto [merged, merged_lse] = merge_attention_states(outs.unbind(), lses.unbind());
+  out.copy_(merged);
+  lse.copy_(merged_lse);
+}
+
 }  // namespace
 
 const char* paged_kernel_sm80(const PagedCall& call) {
@@ -69,24 +95,25 @@ const char* refuse_paged_sm80(const PagedCall& call) {
   return nullptr;
 }
 
-void paged_attention_sm80(const PagedCall& call) {
+void paged_attention_sm80(const PagedCall& call, const at::Tensor& out, const at::Tensor& lse) {
   const c10::cuda::CUDAGuard guard(call.q.device());
   const PagedParams& params = call.params;
   if (params.tokens == 0 || params.heads_q == 0) return;  // no element to compute
   const sm80::DeviceLimits device = device_limits(call.q);
   const auto stream = c10::cuda::getCurrentCUDAStream();
+  const bool prefill = takes_prefill(params, device);
+  if (prefill) launch_prefill(call, device, stream, out, lse);
   sm80::PagedDecodeParams p{params};
   sm80::plan_paged_decode(p, device);
-  const bool prefill = takes_prefill(params, device);
   if (prefill) p.schedule.most_rows = static_cast<int>(sm80::paged_decode_rows(params));
+  TORCH_CHECK(p.most_units() <= sm80::kMostUnits, "flashbpt: ", params.tokens,
+              " rows and a page table of ", params.table.most_keys, " keys a request make up to ",
+              p.most_units(), " units of work; a call takes ", sm80::kMostUnits);
   const at::Tensor workspace = at::empty({p.workspace_bytes()}, call.q.options().dtype(at::kByte));
   p.set_workspace(workspace.data_ptr());
+  static_assert(sm80::kPagedBarriers <= kStreamBarriers);
+  p.barriers = stream_barriers(stream);
   sm80::launch_paged_decode(p, stream);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-  sm80::launch_paged_merge(p, device, stream);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-  if (!prefill) return;
-  sm80::launch_paged_prefill(params, device, stream);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
@@ -131,7 +158,7 @@ const char* refuse_paged_sm80(const PagedCall&) {
 const char* paged_kernel_sm80(const PagedCall&) {
   return "";
 }
-void paged_attention_sm80(const PagedCall&) {}
+void paged_attention_sm80(const PagedCall&, const at::Tensor&, const at::Tensor&) {}
 
 #endif
 

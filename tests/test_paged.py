@@ -1,5 +1,7 @@
 """Attention over paged caches: page tables, layouts, mixed requests, terms, fp8, refusals."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -68,6 +70,13 @@ PREFILLS = [
     replace(CHUNKS, sinks=True),
     # Few rows and many in one call, at both sides of the number that divides them.
     Case(lens=(200, 33, 300, 64, 5, 90), rows=(150, 33, 2, 32, 0, 1)),
+]
+# Few blocks of rows over many keys, which are split.
+LONG = Case(lens=(3000, 70, 2500), rows=(90, 60, 1))
+PREFILLS += [
+    LONG,
+    replace(LONG, dim=128, heads=8, sinks=True, table="token"),
+    replace(LONG, window=(300, -1), softcap=5.0),
 ]
 
 
@@ -239,6 +248,90 @@ def test_graph_replays_with_other_lengths_and_tables(cuda, heads, kv_heads):
         plain, plain_lse = call.expected(product=torch.bfloat16, softmax=torch.float32)
         assert_close("out", got[0].cpu(), exact, plain.to(torch.bfloat16))
         assert_close("lse", got[1].cpu(), exact_lse, plain_lse.float())
+
+
+def pairs_of_calls(cuda, count):
+    """Pairs of a function that attends into `out`, and what it must give: much of it is joined."""
+    for i in range(count):
+        call = Call(Case(lens=(3000, 40, 800 + i), heads=32, kv_heads=1, dtype="bf16"), cuda)
+        out = torch.zeros_like(call.run()[0])
+        call.query = call.query.to(cuda)
+
+        def run(call=call, out=out):
+            call.run(out=out)
+
+        yield run, out, call.run()[0]
+
+
+@pytest.mark.gpu
+def test_streams_do_not_share_barriers(cuda):
+    """Calls on two streams at a time, of which each has blocks that wait for each other."""
+    calls = list(pairs_of_calls(cuda, 2))
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for (run, out, _), stream in zip(calls, (torch.cuda.Stream(), torch.cuda.Stream())):
+            with torch.cuda.stream(stream):
+                out.zero_()
+                run()
+        torch.cuda.synchronize()
+        for _, out, expected in calls:
+            assert_bitwise("out", out, expected)
+
+
+@pytest.mark.gpu
+def test_graphs_do_not_share_barriers(cuda):
+    """Graphs that were captured on one stream run side by side."""
+    calls = list(pairs_of_calls(cuda, 2))
+    graphs = []
+    for run, _, _ in calls:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            for _ in range(20):
+                run()
+    for _ in range(10):
+        for graph, (_, out, _) in zip(graphs, calls, strict=True):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                out.zero_()
+                graph.replay()
+        torch.cuda.synchronize()
+        for _, out, expected in calls:
+            assert_bitwise("out", out, expected)
+
+
+@pytest.mark.gpu
+def test_barriers_of_a_graph_go_with_it(cuda):
+    run, out, expected = next(pairs_of_calls(cuda, 1))
+    used = []
+    for _ in range(300):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        out.zero_()
+        graph.replay()
+        assert_bitwise("out", out, expected)
+        del graph
+        used.append(torch.cuda.memory_allocated())
+    assert used[-1] == used[10]
+
+
+@pytest.mark.gpu
+def test_the_first_call_may_be_captured(cuda):
+    """Nothing was prepared by a call outside the graph."""
+    code = """
+import torch, flashbpt
+g = torch.Generator("cuda").manual_seed(0)
+query = torch.randn(1, 32, 128, device="cuda", dtype=torch.bfloat16, generator=g)
+keys, values = torch.randn(2, 64, 64, 1, 128, device="cuda", dtype=torch.bfloat16, generator=g)
+table = torch.arange(64, device="cuda")[None]
+lens = torch.tensor([4000], device="cuda")
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    out = flashbpt.paged_attention(query, keys, values, table, lens)
+graph.replay()
+assert torch.equal(out, flashbpt.paged_attention(query, keys, values, table, lens))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.gpu

@@ -159,6 +159,7 @@ def test_paged_prefill(cuda, dtype, dim):
     case = paged_cases.Case(lens=(70, 40), rows=(66, 40), heads=3, kv_heads=1, dim=dim, dtype=dtype)
     paged_cases.check(case, cuda)
     paged_cases.check(replace(case, softcap=5.0, alibi="h", sinks=True, page_size=5), cuda)
+    paged_cases.check(replace(case, lens=(600, 40), rows=(70, 1)), cuda)  # split keys
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -29,7 +29,8 @@ struct Request {
 
 Request checked_request(const PagedCall& call, int64_t b) {
   const PagedParams& p = call.params;
-  const int64_t begin = p.row_begin(b), end = p.cu_seqlens_q ? p.cu_seqlens_q[b + 1] : b + 1;
+  const int64_t begin = p.cu_seqlens_q ? p.cu_seqlens_q[b] : b;
+  const int64_t end = p.cu_seqlens_q ? p.cu_seqlens_q[b + 1] : b + 1;
   TORCH_CHECK(begin >= 0 && begin <= end && end <= p.tokens && (b > 0 || begin == 0),
               "flashbpt: cu_seqlens_q must start at 0, not decrease and end within the ", p.tokens,
               " rows of query, but request ", b, " has rows [", begin, ", ", end, ")");

@@ -30,6 +30,17 @@ __device__ inline int32_t load_acquire(const int32_t* flag_gmem) {
   return value;
 }
 
+// And what this block's threads wrote before a __syncthreads() is visible to who finds the sum
+// there. Returns what was there.
+__device__ inline int32_t add_acquire_release(int32_t* word_gmem, int32_t x) {
+  int32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(word_gmem), "r"(x)
+               : "memory");
+  return before;
+}
+
 __device__ inline void add_release(int32_t* flag_gmem, int32_t x) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(flag_gmem), "r"(x) : "memory");
 }

@@ -104,7 +104,34 @@ __device__ void load_tile(Tile dst, GmemRows src, int rows, int row_bytes) {
   }
 }
 
-// The same for rows that lie anywhere: row(r) is where row r begins, null for a row of zeros;
+// The same for rows of whole chunks that lie anywhere. offsets: of this thread's rows, in chunks
+// from `data`, or kNowhere; all: none of the tile's rows is nowhere.
+constexpr uint32_t kNowhere = UINT32_MAX;
+
+template <int kRows, int kThreads, typename Tile, int kOffsets>
+__device__ void gather_chunks(Tile dst, const char* data, const uint32_t (&offsets)[kOffsets],
+                              int row_bytes, bool all) {
+  const CopyShare<kRows, kThreads, Tile> share;
+  static_assert(share.kAll && kOffsets * share.kRowsAtOnce == kRows);
+  const char* const from = data + share.chunk * kChunkBytes;
+  const bool whole = all && row_bytes >= Tile::kChunks * kChunkBytes;
+  if (whole) {
+#pragma unroll
+    for (int i = 0; i < kOffsets; ++i)
+      ptx::cp_async_16(dst.chunk(share.row + i * share.kRowsAtOnce, share.chunk),
+                       from + uint64_t{offsets[i]} * kChunkBytes);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kOffsets; ++i) {
+    const bool there = offsets[i] != kNowhere && share.chunk * kChunkBytes < row_bytes;
+    ptx::cp_async_16(dst.chunk(share.row + i * share.kRowsAtOnce, share.chunk),
+                     there ? from + uint64_t{offsets[i]} * kChunkBytes : data,
+                     there ? kChunkBytes : 0);
+  }
+}
+
+// The same for any rows: row(r) is where row r begins, null for a row of zeros;
 // `somewhere`: any valid address.
 template <int kRows, int kThreads, typename Tile, typename Row>
 __device__ void gather_tile(Tile dst, Row row, const char* somewhere, int row_bytes, int access) {

@@ -1,9 +1,8 @@
-// Checks and times paged_decode and paged_merge alone, without torch. docs/paged.md has the
+// Checks and times paged_decode alone, without torch. docs/paged.md has the
 // commands. Exit status 0: every check held.
 #include <random>
 
 #include "../../csrc/sm80/paged_decode/launch.h"
-#include "../../csrc/sm80/paged_merge/launch.h"
 #include "harness.h"
 
 using namespace flashbpt;
@@ -73,13 +72,9 @@ PagedDecodeParams params_of(const Shape& s, const Table& table) {
   p.table.row_stride = table.width;
   p.table.page_size = s.page_size;
   plan_paged_decode(p, limits());
+  static const Array<int32_t> barriers{std::vector<int32_t>(kPagedBarriers)};
+  p.barriers = barriers.data;
   return p;
-}
-
-void run(const PagedDecodeParams& p, cudaStream_t stream = nullptr) {
-  launch_paged_decode(p, stream);
-  static const DeviceLimits device = limits();
-  launch_paged_merge(p, device, stream);
 }
 
 template <typename T>
@@ -118,7 +113,7 @@ bool check(const Shape& s, Random& random) {
   if (s.rows != 1) p.cu_seqlens_q.data = cu_gmem.data;
   if (s.sinks) p.sinks = {sinks_gmem.data, DataType::kFloat32, 0, 1, 0, 0};
   p.set_workspace(workspace.data);
-  run(p);
+  for (int i = 0; i < 3; ++i) launch_paged_decode(p, nullptr);  // barriers are left as they were
   check_cuda(cudaGetLastError(), "launch");
   check_cuda(cudaDeviceSynchronize(), "paged_decode");
   const std::vector<T> got = out.host(p.tokens * s.heads_q * s.dim_v);
@@ -213,8 +208,10 @@ void time_decode(const std::string& name, const Shape& s, const std::string& wan
   }
   const int count = std::max(sets, std::min(16, int(4e9 / bytes)));
   print_time(name,
-             median_graph_seconds(
-                 count, [&](int i, cudaStream_t stream) { run(params[i % sets], stream); }),
+             median_graph_seconds(count,
+                                  [&](int i, cudaStream_t stream) {
+                                    launch_paged_decode(params[i % sets], stream);
+                                  }),
              bytes);
   std::fflush(stdout);
 }

@@ -32,7 +32,7 @@
 #include "../../tile/copy.h"
 #include "../../tile/gemm.h"
 #include "../../tile/store.h"
-#include "../paged_keys.h"
+#include "../paged_tile.h"
 #include "config.h"
 #include "launch.h"
 #include "schedule.h"
@@ -84,7 +84,7 @@ struct AttnFwdOf {
     Dropout dropout;
     char padding[AttnFwdConfig::kPlaceBytes - sizeof(FwdPlace) - sizeof(ScoreTerms) -
                  sizeof(Dropout)];
-    alignas(16) PagedSlot slots[kPaged ? 2 : 0][kBlockK];  // of a tile's keys and the next one's
+    alignas(16) PagedTileSmem<kBlockK> pages[kPaged];
     char mask[];  // [kBlockQ, kBlockK] of the mask's own type, rows padded
   };
 
@@ -137,18 +137,14 @@ struct AttnFwdOf {
         q_smem, {q_gmem + slice_bytes(slice), p.q.row * int64_t{sizeof(T)}, p.access.q},
         static_cast<int>(place.seq.len_q) - place.q0, row_bytes_from(p.dim, slice));
   }
+  __device__ auto pages() const {
+    return PagedTile<kBlockK, kThreads, Tile>(p.pages, smem.pages[0]);
+  }
   __device__ void load_keys(const Tile& to, const char* from, const TensorView& t, int access,
                             int key_tile, int row_bytes) const {
     const int64_t stride = t.row * int64_t{sizeof(T)};
     if constexpr (kPaged) {
-      const int64_t page_stride = (&t == &p.k ? p.pages.k_page : p.pages.v_page) * sizeof(T);
-      tile::gather_tile<kBlockK, kThreads>(
-          to,
-          [&](int r) {
-            const PagedSlot slot = smem.slots[key_tile % 2][r];
-            return slot.page < 0 ? nullptr : from + slot.page * page_stride + slot.token * stride;
-          },
-          from, row_bytes, access);
+      pages().load(to, from, &t == &p.v, stride, row_bytes, access, key_tile);
     } else {
       tile::load_tile<kBlockK, kThreads>(to, {from + key_tile * kBlockK * stride, stride, access},
                                          static_cast<int>(place.seq.len_k) - key_tile * kBlockK,
@@ -161,20 +157,6 @@ struct AttnFwdOf {
   }
   __device__ void load_v(int key_tile) const {
     load_keys(v_smem, v_gmem, p.v, p.access.v, key_tile, row_bytes_from(p.dim_v, place.slice));
-  }
-  // Where the keys of a tile lie, for its copies behind the next barrier.
-  __device__ void find_slots(int key_tile) const {
-    if constexpr (kPaged) {
-      const int64_t begin = p.pages.table.begin(place.seq.batch);
-      // What the window leaves out is not read.
-      const int64_t seen = p.band.of_row(place.q0, place.seq.shift, place.seq.len_k).begin;
-      for (int r = threadIdx.x; r < kBlockK; r += kThreads) {
-        const int key = key_tile * kBlockK + r;
-        smem.slots[key_tile % 2][r] = key >= seen && key < place.seq.len_k
-                                          ? paged_slot(p.pages.table, p.pages.page_size, begin, key)
-                                          : PagedSlot{-1, 0};
-      }
-    }
   }
   __device__ void load_mask(int key_tile) {
     mask.load(place.seq.batch, place.head, place.q0, key_tile * kBlockK,
@@ -302,9 +284,13 @@ struct AttnFwdOf {
     if (key_tile >= tile_end) return;
     bool mask_partial = additive || (masked && !window.full(key_tile));
     if (one_slice) load_q(0);
-    if (kPaged) {
-      find_slots(key_tile);
-      __syncthreads();
+    if constexpr (kPaged) {
+      pages().fetch(key_tile);
+      ptx::cp_async_commit();
+      ptx::cp_async_wait<0>();
+      pages().put(key_tile);
+      __syncthreads();  // where the first tile's keys lie is there
+      pages().fetch(key_tile + 1);
     }
     load_first(key_tile, mask_partial);
     ptx::cp_async_commit();
@@ -320,10 +306,14 @@ struct AttnFwdOf {
       const bool seen_by_all = begin >= place.seen_begin && begin + kBlockK <= place.seen_end;
       load_v(key_tile);
       ptx::cp_async_commit();
-      find_slots(key_tile + 1);
       float s[kM][kN][4];
       tile::clear(s);
       scores(s, key_tile);
+      if constexpr (kPaged) {  // beside the products
+        pages().put(key_tile + 1);
+        pages().fetch(key_tile + 2);
+        ptx::cp_async_commit();
+      }
       finish_scores(s, key_tile, mask_partial, seen_by_all);
       softmax.update(s, o, [&](float (&top)[kM][2]) {
         share_rows(top, [](float x, float y) { return fmaxf(x, y); });
@@ -455,6 +445,12 @@ __device__ void attend(const Params& p) {
     const FwdPlace found = find_fwd_place<Fwd::kBlockQ, Fwd::kBlockK>(p, blockIdx.x);
     if (threadIdx.x == 0) {
       smem.place = found;
+      if constexpr (Fwd::kPaged) {
+        smem.pages[0].entries = paged_entries(p.pages.table, found.seq.batch);
+        smem.pages[0].first =
+            static_cast<int>(p.band.of_row(found.q0, found.seq.shift, found.seq.len_k).begin);
+        smem.pages[0].end = static_cast<int>(found.seq.len_k);
+      }
       if (Fwd::kMasks) {
         smem.terms = ScoreTerms(p, found.seq, found.head);
         if (Fwd::kDrops && p.dropout_threshold > 0) smem.dropout = Dropout(p, found.seq);

@@ -5,6 +5,7 @@
 #include "../../attention/score_terms.h"
 #include "../../attention/tile_order.h"
 #include "../attn_params.h"
+#include "../paged_keys.h"
 #include "config.h"
 
 namespace flashbpt::sm80 {
@@ -53,7 +54,7 @@ __device__ FwdPlace find_fwd_place(const Params& p, uint32_t index) {
     tile = found.tile;
     if constexpr (Params::kPaged) {
       place.seq.k_begin = 0;
-      place.seq.len_k = p.pages.table.length(place.seq.batch);
+      place.seq.len_k = paged_length(p.pages.table, place.seq.batch);
       place.seq.shift = place.seq.len_k - place.seq.len_q;
       place.empty |= place.seq.len_q <= p.pages.few_rows;
     }

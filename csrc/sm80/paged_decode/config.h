@@ -6,13 +6,13 @@
 namespace flashbpt::sm80 {
 
 struct PagedDecodeConfig {
-  static constexpr int kBlockK = 16;       // keys of a warp's step
-  static constexpr int kPlaceBytes = 128;  // where the block begins, and what the warps tell it
+  static constexpr int kPlaceBytes = 256;  // where the block begins, and what the warps tell it
 
   int element_bytes;  // of Q as the products take it
   int cache_bytes;    // of an element of the cache
   int head_dim;       // of the tile; narrower heads leave the rest empty
   int rows;           // query rows of a tile: those of a group's heads, one token after the other
+  int block_k;        // keys of a warp's step: 16 or 32
   int warps;          // each takes every warps-th step of the keys
   int stages;         // steps whose keys and values a warp has under way or at hand
   int min_blocks;     // blocks that a multiprocessor holds at least: the register budget
@@ -23,8 +23,8 @@ struct PagedDecodeConfig {
   // Of 16 bytes, which a thread loads of Q: rounds of at most eight at a time.
   constexpr int q_rounds() const { return (q_bytes() / (16 * threads()) + 7) / 8; }
   constexpr int q_vectors() const { return q_bytes() / (16 * threads()) / q_rounds(); }
-  constexpr int unit_keys() const { return kBlockK * warps; }
-  constexpr int stage_bytes() const { return 2 * kBlockK * row_bytes(); }
+  constexpr int unit_keys() const { return block_k * warps; }
+  constexpr int stage_bytes() const { return 2 * block_k * row_bytes(); }
   constexpr int ring_bytes() const { return warps * stages * stage_bytes(); }
   constexpr int smem_bytes() const {
     return ring_bytes() + q_bytes() + 2 * warps * rows * 4 + kPlaceBytes;
@@ -35,7 +35,7 @@ struct PagedDecodeConfig {
     return columns < head_dim ? columns : head_dim;
   }
   // Registers a thread of O and S.
-  constexpr int acc_regs() const { return rows * (head_dim + kBlockK) / 32; }
+  constexpr int acc_regs() const { return rows * (head_dim + block_k) / 32; }
   constexpr int reg_budget() const {
     const int regs = 65536 / (threads() * min_blocks);
     return regs < 255 ? regs : 255;
@@ -52,20 +52,20 @@ struct PagedDecodeKernel {
 // Memory-bound: 4.4 TB/s and 1 us want 33 KB under way on a multiprocessor; the stages of its
 // blocks, less one each, are 64 KB and more. Rows of 96 KB of stages have a small one beside them,
 // for GPUs with 99 KB of shared memory a block.
-//                                              bytes cache dim rows warps stages blocks
-inline constexpr PagedDecodeConfig kPaged64 = {2, 2, 64, 16, 4, 5, 2};
-inline constexpr PagedDecodeConfig kPaged128 = {2, 2, 128, 16, 4, 3, 2};
-inline constexpr PagedDecodeConfig kPaged128Small = {2, 2, 128, 16, 2, 3, 4};
-inline constexpr PagedDecodeConfig kPaged256 = {2, 2, 256, 16, 2, 2, 3};
-inline constexpr PagedDecodeConfig kPaged64Tall = {2, 2, 64, 32, 4, 5, 2};
-inline constexpr PagedDecodeConfig kPaged128Tall = {2, 2, 128, 32, 4, 2, 2};
-inline constexpr PagedDecodeConfig kPaged64Fp8 = {2, 1, 64, 16, 4, 8, 2};
-inline constexpr PagedDecodeConfig kPaged128Fp8 = {2, 1, 128, 16, 4, 5, 2};
-inline constexpr PagedDecodeConfig kPaged256Fp8 = {2, 1, 256, 16, 4, 2, 2};
-inline constexpr PagedDecodeConfig kPaged128Fp8Tall = {2, 1, 128, 32, 4, 4, 2};
-inline constexpr PagedDecodeConfig kPaged64F32 = {4, 4, 64, 16, 4, 2, 2};
-inline constexpr PagedDecodeConfig kPaged128F32 = {4, 4, 128, 16, 2, 2, 3};
-inline constexpr PagedDecodeConfig kPaged256F32 = {4, 4, 256, 16, 1, 2, 2};
+//                                              bytes cache dim rows keys warps stages blocks
+inline constexpr PagedDecodeConfig kPaged64 = {2, 2, 64, 16, 16, 4, 5, 2};
+inline constexpr PagedDecodeConfig kPaged128 = {2, 2, 128, 16, 16, 4, 3, 2};
+inline constexpr PagedDecodeConfig kPaged128Small = {2, 2, 128, 16, 16, 2, 3, 4};
+inline constexpr PagedDecodeConfig kPaged256 = {2, 2, 256, 16, 16, 2, 2, 3};
+inline constexpr PagedDecodeConfig kPaged64Tall = {2, 2, 64, 32, 16, 4, 5, 2};
+inline constexpr PagedDecodeConfig kPaged128Tall = {2, 2, 128, 32, 16, 4, 2, 2};
+inline constexpr PagedDecodeConfig kPaged64Fp8 = {2, 1, 64, 16, 32, 4, 4, 2};
+inline constexpr PagedDecodeConfig kPaged128Fp8 = {2, 1, 128, 16, 32, 4, 2, 2};
+inline constexpr PagedDecodeConfig kPaged256Fp8 = {2, 1, 256, 16, 16, 4, 2, 2};
+inline constexpr PagedDecodeConfig kPaged128Fp8Tall = {2, 1, 128, 32, 16, 4, 4, 2};
+inline constexpr PagedDecodeConfig kPaged64F32 = {4, 4, 64, 16, 16, 4, 2, 2};
+inline constexpr PagedDecodeConfig kPaged128F32 = {4, 4, 128, 16, 16, 2, 2, 3};
+inline constexpr PagedDecodeConfig kPaged256F32 = {4, 4, 256, 16, 16, 1, 2, 2};
 
 inline constexpr PagedDecodeKernel kPagedDecodeKernels[] = {
     {"paged_decode_bf16_d64", DataType::kBFloat16, CacheType::kSame, kPaged64},

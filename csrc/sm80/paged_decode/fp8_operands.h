@@ -50,9 +50,11 @@ struct Fp8Values {
   static __device__ int o_column(int n, int i) {
     return n / 2 * 16 + threadIdx.x % 4 * 4 + i * 2 + n % 2;
   }
-  __device__ void load(int, int pair, uint32_t (&b)[2][2]) const {
+  // Of the keys 16 step ... 16 step + 15.
+  __device__ void load(int step, int pair, uint32_t (&b)[2][2]) const {
     uint32_t x[2];  // keys 2 t and 2 t + 1 of the columns 2 g and 2 g + 1, and 8 keys further
-    ptx::ldmatrix_x2_trans(x[0], x[1], Tile::advance(pair % 2 ? odd : even, pair / 2));
+    ptx::ldmatrix_x2_trans(
+        x[0], x[1], Tile::advance(pair % 2 ? odd : even, pair / 2) + step * 16 * Tile::kRowBytes);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       b[0][i] = half_pair<kCache, 0, 2>(x[i]);

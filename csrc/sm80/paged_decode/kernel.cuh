@@ -4,15 +4,15 @@
 // value is read once for all heads of its group.
 //
 // Who does what: a team's share of the keys is a list of segments, each of one item (schedule.h).
-// Of a segment's keys each warp takes every kWarps-th step of 16: it looks up where they lie one
-// step before their copies, has kStages - 1 steps of copies under way in a ring of its own, into
+// Of a segment's keys each warp takes every kWarps-th step of block_k: it looks up where they lie a
+// step before their copies, has up to kStages steps of copies under way in a ring of its own, into
 // the next segments too, multiplies, and keeps its own softmax, so that warps wait for each other
 // at the end of a segment alone. There their states are merged, O through that stage of each ring
-// which is free.
+// which is free. Items that several teams share are joined at the end of the shares (parts.h).
 //
-// Barriers: within a warp __syncwarp after each wait for copies; of the block, for each segment,
-// when Q is there, when the states of the warps are there, and when they are read (stages may be
-// filled, Q overwritten).
+// Barriers: within a warp __syncwarp before each copy into a stage and after each wait for copies;
+// of the block, for each segment, when Q is there, when the states of the warps are there, and when
+// they are read (stages may be filled, Q overwritten).
 //
 // docs/paged.md
 #pragma once
@@ -22,8 +22,10 @@
 #include "../../attention/softmax.h"
 #include "../../ptx/grid.h"
 #include "../../tile/gemm.h"
+#include "../../tile/vector.h"
 #include "fp8_operands.h"
 #include "key_copies.h"
+#include "parts.h"
 #include "scores.h"
 
 namespace flashbpt::sm80 {
@@ -39,7 +41,7 @@ struct PagedDecode {
   static constexpr int kStages = kConfig.stages;
   static constexpr int kRows = kConfig.rows;
   static constexpr int kHeadDim = kConfig.head_dim;
-  static constexpr int kBlockK = PagedDecodeConfig::kBlockK;
+  static constexpr int kBlockK = kConfig.block_k;
   static constexpr int kUnitKeys = kConfig.unit_keys();
   static constexpr int kMergedColumns = kConfig.merged_columns();
   static constexpr int kM = kRows / 16, kN = kBlockK / 8, kO = kHeadDim / 8;
@@ -50,6 +52,7 @@ struct PagedDecode {
   static constexpr bool kFp8 = kCache != CacheType::kSame;
 
   using Copies = KeyCopies<kConfig>;
+  using Parts = PagedParts<kConfig>;
   using Tile = typename Copies::Tile;
   using QTile = tile::SmemTile<kHeadDim * sizeof(T)>;
   template <bool kTerms>
@@ -62,10 +65,11 @@ struct PagedDecode {
     float top[kWarps][kRows];  // references in logarithms to base 2
     float sum[kWarps][kRows];
     int free_stage[kWarps];
-    PagedShareSmem share;
+    PagedShare<kConfig> share;
+    typename Parts::Smem parts;
   };
 
-  static_assert(offsetof(SmemPlan, share) + sizeof(PagedShareSmem) <= kConfig.smem_bytes());
+  static_assert(offsetof(SmemPlan, parts) + sizeof(typename Parts::Smem) <= kConfig.smem_bytes());
 
   const PagedDecodeParams& p;
   SmemPlan& smem;
@@ -82,19 +86,18 @@ struct PagedDecode {
 
   __device__ void run() const {
     clear_tail();
-    if (kv_head == 0 && threadIdx.x == 0) p.splits[team].parts = 0;
-    const PagedShare found = find_share<kWarps>(p, p.schedule, team, smem.share);
-    if (found.begin == found.end) return;
-    Segments share(found.start, found.end - found.begin);
-    Segment s;
-    share.next(p, p.schedule, s);
+    const Parts parts(p, team, kv_head, smem.parts, smem.q);
+    parts.start();
+    find_share<kConfig>(p, p.schedule, team, smem.share);
+    if (!smem.share.any) return;
+    Copies copies(p, smem.share, kv_head);
+    Segments<kConfig> segments = smem.share.others;
+    Segment s = smem.share.first;
     QRegisters q;
     fetch_q(s, q, 0);
-    Copies copies(p, Segments(found.start, found.end - found.begin), kv_head);
 #pragma unroll 1
     for (int stage = 0; stage < kStages - 1; ++stage)
       copies.feed(tile_of(stage, 0), tile_of(stage, 1));
-    const bool terms = Scores<true>::any_terms(p, kv_head);
     int stage = 0;
     while (true) {
       put_q(q, 0);
@@ -103,15 +106,16 @@ struct PagedDecode {
         put_q(q, round);
       }
       __syncthreads();  // Q is there
-      if (sizeof(T) == 4 || terms)
+      if (Scores<true>::any_terms(p, kv_head))
         attend<true>(s, copies, stage);
       else
         attend<sizeof(T) == 4>(s, copies, stage);
-      if (s.first && s.after > 0 && kv_head == 0 && threadIdx.x == 0) leave_split(s, found.units);
-      if (!share.next(p, p.schedule, s)) break;
+      if (!s.whole()) parts.arrive(s, smem.share.each);
+      if (!segments.next(p, p.schedule, s)) break;
       fetch_q(s, q, 0);
     }
     ptx::cp_async_wait<0>();
+    parts.finish([&](int64_t at, const float (&x)[4], int columns) { store(at, x, columns); });
   }
 
   // Rows of no request: the last block's.
@@ -119,17 +123,10 @@ struct PagedDecode {
     if (!p.cu_seqlens_q || blockIdx.x + 1 != gridDim.x) return;
     for (int64_t r = p.cu_seqlens_q[p.batch] + warp; r < p.tokens; r += kWarps)
       for (int head = 0; head < p.heads_q; ++head) {
-        for (int c = lane; c < p.dim_v; c += 32) store(r * p.out.row + head * p.out.head + c, 0.0f);
+        for (int c = 4 * lane; c < p.dim_v; c += 4 * 32)
+          store(r * p.out.row + head * p.out.head + c, {}, static_cast<int>(p.dim_v) - c);
         if (lane == 0) static_cast<float*>(p.lse.data)[r * p.lse.row + head] = -INFINITY;
       }
-  }
-
-  // The item that this team begins and others end.
-  __device__ void leave_split(const Segment& s, int64_t units) const {
-    const int64_t share = p.schedule.share_of(units);
-    const int group = static_cast<int>(p.schedule.group.value());
-    p.splits[team] = {static_cast<int>(1 + (s.after + share - 1) / share), s.request.row_begin,
-                      s.row_tile, min(kRows, s.request.rows * group - s.row_tile * kRows)};
   }
 
   // ------------------------------------------------------------------------------------ a segment
@@ -148,10 +145,11 @@ struct PagedDecode {
     float o[kM][kO][4];
     tile::clear(o);
     for (int key = s.begin + warp * kBlockK; key < s.end; key += kUnitKeys) {
-      ptx::cp_async_wait<kStages - 2>();
-      __syncwarp();  // the step's keys and values are there; nobody reads the stage before
+      __syncwarp();  // nobody reads the stage before
       const int free_stage = stage == 0 ? kStages - 1 : stage - 1;
       copies.feed(tile_of(free_stage, 0), tile_of(free_stage, 1));
+      ptx::cp_async_wait<kStages - 1>();
+      __syncwarp();  // the step's keys and values are there
       // S = Q K^T
       float x[kM][kN][4];
       tile::clear(x);
@@ -231,11 +229,23 @@ struct PagedDecode {
     }
   }
 
-  __device__ void store(int64_t at, float x) const {
+  // Four columns of the output, or fewer at the end of a row.
+  __device__ void store(int64_t at, const float (&x)[4], int columns) const {
     if (kFp8 && p.out.dtype == DataType::kBFloat16)
-      static_cast<__nv_bfloat16*>(p.out.data)[at] = __float2bfloat16_rn(x);
+      store_as<__nv_bfloat16>(at, x, columns);
     else
-      static_cast<T*>(p.out.data)[at] = tile::Element<T>::from_float(x);
+      store_as<T>(at, x, columns);
+  }
+  template <typename Out>
+  __device__ void store_as(int64_t at, const float (&x)[4], int columns) const {
+    Out* const out = static_cast<Out*>(p.out.data) + at;
+    if (p.out_vectors && columns >= 4) {
+      *reinterpret_cast<tile::Vector<Out, 4>*>(out) = tile::Vector<Out, 4>::round(x);
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (j < columns) out[j] = tile::Element<Out>::from_float(x[j]);
   }
 
   // --------------------------------------------------------------- the states of the warps as one
@@ -309,19 +319,25 @@ struct PagedDecode {
         }
     __syncwarp();  // free_stage is there
     const uint32_t low = merged_row(warp, g), high = merged_row(warp, g + 8);
+    // Rolled, here and in merge_rows: what runs once waits for its instructions.
+    constexpr int kPieces = kHeadDim / kMergedColumns;
+#pragma unroll 1
+    for (int i = 0; i < kM * kPieces; ++i) {
 #pragma unroll
-    for (int m = 0; m < kM; ++m)
+      for (int m = 0; m < kM; ++m)
 #pragma unroll
-      for (int first = 0; first < kHeadDim; first += kMergedColumns) {
+        for (int piece = 0; piece < kPieces; ++piece)
+          if (i == m * kPieces + piece) {
 #pragma unroll
-        for (int c = 0; c < kMergedColumns; c += 16) {
-          put_o(low, g, o[m], (first + c) / 8, 0, c);
-          put_o(high, g, o[m], (first + c) / 8, 1, c);
-        }
-        __syncthreads();  // the states are there
-        merge_rows(s, 16 * m, first);
-        __syncthreads();  // they are read
-      }
+            for (int c = 0; c < kMergedColumns; c += 16) {
+              put_o(low, g, o[m], (piece * kMergedColumns + c) / 8, 0, c);
+              put_o(high, g, o[m], (piece * kMergedColumns + c) / 8, 1, c);
+            }
+          }
+      __syncthreads();  // the states are there
+      merge_rows(s, i / kPieces * 16, i % kPieces * kMergedColumns);
+      __syncthreads();  // they are read
+    }
   }
   // Columns [first, first + kMergedColumns) of 16 rows from row m0 on: neighbouring threads share a
   // row.
@@ -332,40 +348,39 @@ struct PagedDecode {
     if (at.token >= s.request.rows) return;
     const Weights weights = weigh(s, m0 + r, at);
     const int64_t token = s.request.row_begin + at.token;
-    const int64_t slot = int64_t{p.schedule.partial_slot(team, kv_head, s.first)} * kRows + m0 + r;
     const int columns = min(kMergedColumns, static_cast<int>(p.dim_v) - first);
     const int64_t out = token * p.out.row + at.head * p.out.head + first;
-    float* const partial = p.partial_out + slot * p.partial_width() + first;
+    float* const partial =
+        p.partial_out +
+        int64_t{p.schedule.partial_row(team, kv_head, s.first, m0 + r)} * p.partial_width() + first;
     uint32_t rows[kWarps];
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) rows[w] = merged_row(w, r);
+#pragma unroll 1
+    for (int c = threadIdx.x % kSharing * 4; c < columns; c += 4 * kSharing) {
+      uint4 parts[kWarps];
 #pragma unroll
-    for (int c0 = 0; c0 < kMergedColumns; c0 += 4 * kSharing) {
-      const int c = c0 + threadIdx.x % kSharing * 4;
-      if (c >= columns) continue;
+      for (int w = 0; w < kWarps; ++w)
+        parts[w] = ptx::load_shared_16(rows[w] + merged_column(r, c) * 4);
       float x[4] = {};
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
-        if (!weights.any[w]) continue;
-        const uint4 part = ptx::load_shared_16(rows[w] + merged_column(r, c) * 4);
-        x[0] += weights.warp[w] * __uint_as_float(part.x);
-        x[1] += weights.warp[w] * __uint_as_float(part.y);
-        x[2] += weights.warp[w] * __uint_as_float(part.z);
-        x[3] += weights.warp[w] * __uint_as_float(part.w);
+        if (!weights.any[w]) parts[w] = {};
+        x[0] += weights.warp[w] * __uint_as_float(parts[w].x);
+        x[1] += weights.warp[w] * __uint_as_float(parts[w].y);
+        x[2] += weights.warp[w] * __uint_as_float(parts[w].z);
+        x[3] += weights.warp[w] * __uint_as_float(parts[w].w);
       }
-      if (s.whole()) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          if (c + j < columns) store(out + c + j, x[j]);
-      } else {
+      if (s.whole())
+        store(out + c, x, columns - c);
+      else
         reinterpret_cast<float4&>(partial[c]) = {x[0], x[1], x[2], x[3]};
-      }
     }
     if (threadIdx.x % kSharing != 0 || first != 0) return;
     if (s.whole())
       static_cast<float*>(p.lse.data)[token * p.lse.row + at.head] = weights.lse;
     else
-      p.partial_lse[slot] = weights.lse;
+      p.partial_lse[p.schedule.partial_lse(team, kv_head, s.first, m0 + r)] = weights.lse;
   }
 };
 

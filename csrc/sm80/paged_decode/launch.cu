@@ -45,31 +45,28 @@ int access_of(const void* data, std::initializer_list<int64_t> strides, int64_t 
   return access;
 }
 
-// False where the cache goes beyond 64 GB.
-bool chunks_of(const CacheView& cache, int64_t page_size, int64_t heads_kv, int64_t width,
-               int element_bytes, PagedChunks& chunks) {
-  const int64_t last = (cache.pages - 1) * cache.page + (page_size - 1) * cache.token +
-                       (heads_kv - 1) * cache.head + width;
-  chunks.page = static_cast<uint32_t>(cache.page * element_bytes / 16);
-  chunks.token = static_cast<uint32_t>(cache.token * element_bytes / 16);
-  return last * element_bytes / 16 < UINT32_MAX;
-}
-
 }  // namespace
 
 const char* paged_decode_kernel(const PagedParams& p, const DeviceLimits& device) {
   return kPagedDecodeKernels[choose_row(p, device)].name;
 }
 
+int64_t PagedDecodeParams::most_units() const {
+  const PagedDecodeConfig& c = kPagedDecodeKernels[row].config;
+  const int64_t request_rows = std::min<int64_t>(tokens, schedule.most_rows) * group();
+  const int64_t tiles =
+      std::min(tokens * group() / c.rows + batch, batch * ceil_div(request_rows, c.rows));
+  return tiles * std::max<int64_t>(ceil_div(table.most_keys, c.unit_keys()), 1);
+}
+
 int64_t PagedDecodeParams::workspace_bytes() const {
   const int64_t rows = int64_t{2} * schedule.blocks() * schedule.tile_rows;
-  return schedule.teams * int64_t{sizeof(PagedSplit)} + rows * (partial_width() + 1) * 4;
+  return rows * (partial_width() + 1) * 4;
 }
 
 void PagedDecodeParams::set_workspace(void* workspace) {
   const int64_t rows = int64_t{2} * schedule.blocks() * schedule.tile_rows;
-  splits = static_cast<PagedSplit*>(workspace);
-  partial_out = reinterpret_cast<float*>(splits + schedule.teams);
+  partial_out = static_cast<float*>(workspace);
   partial_lse = partial_out + rows * partial_width();
 }
 
@@ -77,18 +74,18 @@ void plan_paged_decode(PagedDecodeParams& p, const DeviceLimits& device) {
   p.row = choose_row(p, device);
   const PagedDecodeConfig& c = kPagedDecodeKernels[p.row].config;
   const auto divisor = [](int64_t n) { return Divisor(static_cast<uint32_t>(n)); };
-  const int64_t teams =
-      int64_t{device.multiprocessors} * c.min_blocks / std::max<int64_t>(p.heads_kv, 1);
-  p.schedule = {c.unit_keys(),
-                c.rows,
-                static_cast<int>(std::clamp<int64_t>(teams, 1, kMostTeams)),
+  const int64_t blocks = std::min<int64_t>(device.multiprocessors * c.min_blocks, kMostBlocks);
+  p.schedule = {c.rows,
                 INT32_MAX,
+                divisor(std::max<int64_t>(blocks / std::max<int64_t>(p.heads_kv, 1), 1)),
                 divisor(p.heads_kv),
                 divisor(p.group()),
                 divisor(p.table.page_size)};
   p.access_q = access_of(p.q.data, {p.q.row, p.q.head}, p.dim, element_bytes(p.q.dtype));
   p.access_k = access_of(p.k.data, {p.k.page, p.k.token, p.k.head}, p.dim, c.cache_bytes);
   p.access_v = access_of(p.v.data, {p.v.page, p.v.token, p.v.head}, p.dim_v, c.cache_bytes);
+  const int64_t out_bytes = element_bytes(p.out.dtype);
+  p.out_vectors = access_of(p.out.data, {p.out.row, p.out.head}, 4, out_bytes) >= 4 * out_bytes;
   const int64_t size = p.table.page_size;
   p.whole_chunks = p.access_k == 16 && p.access_v == 16 &&
                    chunks_of(p.k, size, p.heads_kv, p.dim, c.cache_bytes, p.k_chunks) &&

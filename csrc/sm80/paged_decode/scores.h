@@ -122,7 +122,7 @@ class PagedScores {
   __device__ int64_t tree_begin() const {
     int64_t sum = 0;
     for (int b = threadIdx.x % 32; b < s_.batch; b += 32) {
-      const int64_t rows = request_of(p_, p_.schedule, b).rows;
+      const int64_t rows = rows_of(p_, b);
       sum += rows * rows;
     }
 #pragma unroll

@@ -1,63 +1,48 @@
 // The runs of units of which a team's share is made, found on the device.
 #pragma once
 
+#include "config.h"
 #include "schedule.h"
 
 namespace flashbpt::sm80 {
 
-struct PagedUnit {
-  int request;
-  int64_t unit;  // within the request
+// Units of a team's share, of which the last team that has any may have fewer. Rounded up by an
+// eighth at most, to a power of two times a small number: so that where items have such lengths the
+// ends of shares are those of items, and nothing is split.
+__device__ inline int share_of(const PagedSchedule& s, int units) {
+  const int share = static_cast<int>(s.teams.quotient(units + s.teams.value() - 1));
+  const int shift = max(0, 28 - __clz(share));
+  return (share + (1 << shift) - 1) >> shift << shift;
+}
+
+struct PagedRequest {
+  int row_begin, rows;  // in query
+  int length;           // keys
+  int seen;             // first key that the window leaves; those before are not read
+  int first;            // key of the first unit
+  int key_units;        // of an item
+  int tiles;            // of rows: items
+  __device__ int units() const { return tiles * key_units; }
 };
 
-// What a block finds out about its team's share.
-struct PagedShareSmem {
-  static constexpr int kMostWarps = 8;
-  int64_t warp_units[kMostWarps];
-  PagedUnit start;
-};
-struct PagedShare {
-  int64_t units;       // of all requests
-  int64_t begin, end;  // the team's
-  PagedUnit start;
-};
+__device__ inline int rows_of(const PagedParams& p, int request) {
+  return p.cu_seqlens_q ? p.cu_seqlens_q.low(request + 1) - p.cu_seqlens_q.low(request) : 1;
+}
 
-// The whole block of kWarps warps calls it. Neighbouring requests are a thread's; their sums, added
-// up over the threads, say whose the team's first unit is.
-template <int kWarps>
-__device__ PagedShare find_share(const PagedParams& p, const PagedSchedule& s, int team,
-                                 PagedShareSmem& smem) {
-  static_assert(kWarps <= PagedShareSmem::kMostWarps);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int batch = static_cast<int>(p.batch), each = (batch + 32 * kWarps - 1) / (32 * kWarps);
-  const int first = threadIdx.x * each;
-  int64_t mine = 0;
-  for (int b = first; b < min(first + each, batch); ++b) mine += request_of(p, s, b).units();
-  int64_t upto = mine;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const int64_t before = __shfl_up_sync(0xffffffffu, upto, d);
-    if (lane >= d) upto += before;
-  }
-  if (lane == 31) smem.warp_units[warp] = upto;
-  __syncthreads();  // the warps' units are there
-  PagedShare share{};
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    if (w < warp) upto += smem.warp_units[w];
-    share.units += smem.warp_units[w];
-  }
-  share.begin = s.share_begin(team, share.units);
-  share.end = s.share_begin(team + 1, share.units);
-  int64_t unit = share.begin - (upto - mine);
-  if (unit >= 0 && unit < mine) {
-    int b = first;
-    for (int64_t units; unit >= (units = request_of(p, s, b).units()); ++b) unit -= units;
-    smem.start = {b, unit};
-  }
-  __syncthreads();  // the start is there
-  share.start = smem.start;
-  return share;
+template <PagedDecodeConfig kConfig>
+__device__ PagedRequest request_of(const PagedParams& p, const PagedSchedule& s, int b) {
+  constexpr int kUnitKeys = kConfig.unit_keys();
+  PagedRequest r;
+  r.row_begin = p.cu_seqlens_q ? p.cu_seqlens_q.low(b) : b;
+  r.rows = rows_of(p, b);
+  r.length = paged_length(p.table, b);
+  r.seen = static_cast<int>(max(r.length - r.rows - p.band.left, int64_t{0}));
+  r.first = r.seen / kUnitKeys * kUnitKeys;
+  // Rows without keys are written too.
+  r.key_units = max((r.length - r.first + kUnitKeys - 1) / kUnitKeys, 1);
+  const int rows = r.rows <= s.most_rows ? r.rows : 0;
+  r.tiles = (rows * static_cast<int>(s.group.value()) + kConfig.rows - 1) / kConfig.rows;
+  return r;
 }
 
 // A run of units of one item.
@@ -67,41 +52,86 @@ struct Segment {
   int row_tile;
   int begin, end;  // keys
   bool first;      // it begins with the item's first unit
-  int after;       // units of the item that are left to the next teams
+  int before;      // units of the item that are earlier teams'
+  int after;       // and later teams'
 
   __device__ bool whole() const { return first && after == 0; }
 };
 
 // The segments of a share, one after the other.
-class Segments {
- public:
-  __device__ Segments(PagedUnit start, int64_t units) : next_(start), left_(units) {}
+template <PagedDecodeConfig kConfig>
+struct Segments {
+  int batch,
+      unit;  // where the next one begins: a unit counted from a request's first, there or later
+  int left;  // units
 
   // False at the end of the share.
   __device__ bool next(const PagedParams& p, const PagedSchedule& s, Segment& segment) {
-    if (left_ == 0) return false;
-    segment.request = request_of(p, s, next_.request);
-    while (next_.unit >= segment.request.units()) {
-      next_ = {next_.request + 1, 0};
-      segment.request = request_of(p, s, next_.request);
+    if (left == 0) return false;
+    PagedRequest& r = segment.request;
+    while (unit >= (r = request_of<kConfig>(p, s, batch)).units()) {
+      unit -= r.units();
+      ++batch;
     }
-    const PagedRequest& r = segment.request;
-    segment.batch = next_.request;
-    segment.row_tile = r.tiles == 1 ? 0 : static_cast<int>(next_.unit / r.key_units);
-    const int from = static_cast<int>(next_.unit - int64_t{segment.row_tile} * r.key_units);
-    const int count = static_cast<int>(min(left_, int64_t{r.key_units - from}));
-    segment.begin = r.first + from * s.unit_keys;
-    segment.end = min(segment.begin + count * s.unit_keys, r.length);
+    segment.batch = batch;
+    segment.row_tile = r.tiles == 1 ? 0 : unit / r.key_units;
+    const int from = unit - segment.row_tile * r.key_units, count = min(left, r.key_units - from);
+    segment.begin = r.first + from * kConfig.unit_keys();
+    segment.end = min(segment.begin + count * kConfig.unit_keys(), r.length);
     segment.first = from == 0;
+    segment.before = from;
     segment.after = r.key_units - from - count;
-    next_.unit += count;
-    left_ -= count;
+    unit += count;
+    left -= count;
     return true;
   }
-
- private:
-  PagedUnit next_;
-  int64_t left_;
 };
+
+// A team's share, in shared memory.
+template <PagedDecodeConfig kConfig>
+struct PagedShare {
+  int each;  // units of a whole share
+  bool any;  // of this one
+  Segment first;
+  Segments<kConfig> others;
+  int warp_units[kConfig.warps];
+};
+
+// The whole block calls it. Neighbouring requests are a thread's; their sums, added up over the
+// threads, say whose the team's first unit is.
+template <PagedDecodeConfig kConfig>
+__device__ void find_share(const PagedParams& p, const PagedSchedule& s, int team,
+                           PagedShare<kConfig>& share) {
+  constexpr int kWarps = kConfig.warps;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int batch = static_cast<int>(p.batch), each = (batch + 32 * kWarps - 1) / (32 * kWarps);
+  const int first = threadIdx.x * each, last = min(first + each, batch);
+  int mine = 0;
+#pragma unroll 1
+  for (int b = first; b < last; ++b) mine += request_of<kConfig>(p, s, b).units();
+  int upto = mine;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int before = __shfl_up_sync(0xffffffffu, upto, d);
+    if (lane >= d) upto += before;
+  }
+  if (lane == 31) share.warp_units[warp] = upto;
+  __syncthreads();  // the warps' units are there
+  int units = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp) upto += share.warp_units[w];
+    units += share.warp_units[w];
+  }
+  const int whole = share_of(s, units), begin = min(team * whole, units);
+  if (threadIdx.x == 0) share.each = whole, share.any = begin < units;
+  const int unit = begin - (upto - mine);
+  if (unit >= 0 && unit < mine) {
+    Segments<kConfig> segments{first, unit, min(whole, units - begin)};
+    segments.next(p, s, share.first);
+    share.others = segments;
+  }
+  __syncthreads();  // the share is there
+}
 
 }  // namespace flashbpt::sm80

@@ -5,14 +5,14 @@
 
 namespace flashbpt::sm80 {
 
-// Those of attn_fwd, and where the keys of two tiles lie.
+// Those of attn_fwd, and where the keys of a tile lie.
 struct PagedPrefillKernel {
   const char* name;
   DataType dtype;
   Terms terms;
   AttnFwdConfig config;
 
-  constexpr int smem_bytes() const { return config.smem_bytes(0) + 2 * config.block_k * 8; }
+  constexpr int smem_bytes() const { return config.smem_bytes(0) + 32 + 20 * config.block_k; }
 };
 
 inline constexpr PagedPrefillKernel kPagedPrefillKernels[] = {

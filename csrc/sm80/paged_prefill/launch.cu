@@ -31,8 +31,8 @@ size_t choose_row(const PagedParams& p, const DeviceLimits& device) {
 }  // namespace
 
 bool paged_prefill_serves(const PagedParams& p, const DeviceLimits& device) {
-  return p.cu_seqlens_q && p.cu_seqlens_q.stride == 1 && p.k.type == CacheType::kSame &&
-         !p.k.scale && !p.v.scale && !p.tree &&
+  return p.cu_seqlens_q && p.cu_seqlens_q.stride == (p.cu_seqlens_q.int64 ? 8 : 4) &&
+         p.k.type == CacheType::kSame && !p.k.scale && !p.v.scale && !p.tree &&
          choose_row(p, device) < std::size(kPagedPrefillKernels);
 }
 
@@ -40,8 +40,18 @@ const char* paged_prefill_kernel(const PagedParams& p, const DeviceLimits& devic
   return kPagedPrefillKernels[choose_row(p, device)].name;
 }
 
-void launch_paged_prefill(const PagedParams& paged, const DeviceLimits& device,
-                          cudaStream_t stream) {
+int paged_prefill_splits(const PagedParams& p, const DeviceLimits& device) {
+  const AttnFwdConfig& c = kPagedPrefillKernels[choose_row(p, device)].config;
+  const int64_t blocks = (ceil_div(p.tokens, c.block_q) + p.batch - 1) * p.heads_q;
+  const int64_t slots = int64_t{device.multiprocessors} * c.min_blocks;
+  if (blocks <= 0 || blocks * 2 > slots) return 1;
+  // Four tiles a part at least: a part costs a merge.
+  const int64_t most = ceil_div(p.table.most_keys, c.block_k) / 4;
+  return static_cast<int>(std::clamp<int64_t>(std::min(slots / blocks, most), 1, 32));
+}
+
+void launch_paged_prefill(const PagedParams& paged, const PagedPrefillSplits& splits,
+                          const DeviceLimits& device, cudaStream_t stream) {
   const size_t row = choose_row(paged, device);
   const AttnFwdConfig& c = kPagedPrefillKernels[row].config;
   PagedPrefillKernelParams p;
@@ -59,27 +69,40 @@ void launch_paged_prefill(const PagedParams& paged, const DeviceLimits& device,
   p.scale = paged.scale, p.softcap = paged.softcap, p.band = paged.band;
   p.total_heads = p.heads_q;
   const auto divisor = [](int64_t n) { return Divisor(static_cast<uint32_t>(n)); };
-  p.pages = {paged.table, divisor(paged.table.page_size), paged.k.page, paged.v.page,
-             paged_decode_rows(paged)};
+  p.pages.table = paged.table;
+  p.pages.page_size = divisor(paged.table.page_size);
+  p.pages.k_page = paged.k.page * 2, p.pages.v_page = paged.v.page * 2;
+  p.pages.few_rows = paged_decode_rows(paged);
   // The pages of a cache as batch elements: their rows are the heads' tokens.
   const auto access = [&](const CacheView& cache) {
     TensorView t = keys(cache);
     t.batch = cache.page;
     return row_access(t, 2, p.heads_kv, 2);
   };
+  p.splits = splits.count;
+  p.split_out = splits.out, p.split_lse = splits.lse;
+  p.split_out_stride = splits.out_stride, p.split_lse_stride = splits.lse_stride;
+  const TensorView& out = p.splits > 1 ? p.split_out : p.out;
   p.access = {row_access(p.q, 1, p.heads_q, p.len_q), access(paged.k), access(paged.v),
-              row_access(p.out, 1, p.heads_q, p.len_q), 0};
+              row_access(out, 1, p.heads_q, p.len_q), 0};
+  const auto chunks = [&](const CacheView& cache, int64_t width, PagedChunks& strides) {
+    return width * 2 % 16 == 0 &&
+           chunks_of(cache, paged.table.page_size, p.heads_kv, width, 2, strides);
+  };
+  p.pages.whole_chunks = p.access.k == 16 && p.access.v == 16 &&
+                         chunks(paged.k, p.dim, p.pages.k_chunks) &&
+                         chunks(paged.v, p.dim_v, p.pages.v_chunks);
   p.slices_qk = 1;
   p.heads = divisor(p.heads_q);
   p.group_heads = divisor(p.group());
-  p.key_parts = divisor(1);
+  p.key_parts = divisor(p.splits);
   p.slices_v = divisor(1);
   p.score = score_unit(p);
   const int64_t tiles = ceil_div(p.len_q, c.block_q) + p.batch;
   p.order = TileOrder::make(tiles, p.heads_q, p.group(), 0, device.l2_bytes,
                             p.band.right != Band::kNoLimit);
   (paged.q.dtype == DataType::kBFloat16 ? launch_paged_prefill_bf16 : launch_paged_prefill_fp16)(
-      row, static_cast<unsigned>(tiles * p.heads_q), p, stream);
+      row, static_cast<unsigned>(tiles * p.heads_q * p.splits), p, stream);
 }
 
 }  // namespace flashbpt::sm80
