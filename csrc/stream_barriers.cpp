@@ -28,15 +28,12 @@ class Pool {
     cudaGraph_t graph = nullptr;
     C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture, &graph));
     if (status != cudaStreamCaptureStatusActive) capture = 0;
-    const std::lock_guard<std::mutex> lock(mutex_);
     const Key key{capture, stream.device_index(), stream};
-    int32_t*& words = taken_[key];
-    if (words) return words;
-    std::vector<int32_t*>& free = free_[stream.device_index()];
-    if (free.empty()) add_words(stream.device_index(), free);
+    if (int32_t* const words = find(key)) return words;
+    const std::lock_guard<std::mutex> lock(growing_);
+    if (int32_t* const words = find(key)) return words;
+    int32_t* const words = take(key);
     if (capture) keep_with(graph, key);
-    words = free.back();
-    free.pop_back();
     return words;
   }
 
@@ -44,38 +41,76 @@ class Pool {
   using Key = std::tuple<CaptureId, c10::DeviceIndex, cudaStream_t>;
   using Use = std::pair<Pool*, Key>;
 
-  // From the caching allocator, past the pool of a graph that is being captured: they outlive it.
-  void add_words(c10::DeviceIndex device, std::vector<int32_t*>& free) {
-    constexpr int64_t kCount = 64;
+  int32_t* find(const Key& key) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto at = taken_.find(key);
+    return at == taken_.end() ? nullptr : at->second;
+  }
+  int32_t* take(const Key& key) {
+    const auto device = std::get<c10::DeviceIndex>(key);
+    std::unique_lock<std::mutex> lock(mutex_);
+    std::vector<int32_t*>& free = free_[device];
+    if (free.empty()) {
+      lock.unlock();
+      int32_t* const words = new_words(device);
+      lock.lock();
+      for (int64_t i = 0; i < kCount; ++i) free.push_back(words + i * kStreamBarriers);
+    }
+    int32_t* const words = free.back();
+    taken_.emplace(key, words);
+    free.pop_back();
+    return words;
+  }
+  void give_back(const Key& key) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto at = taken_.find(key);
+    free_[std::get<c10::DeviceIndex>(key)].push_back(at->second);
+    taken_.erase(at);
+  }
+
+  // From the caching allocator, on a stream of their own: past the pool of a graph that is being
+  // captured, which they outlive. The wait, for nothing but the zeros, is once in kCount uses.
+  int32_t* new_words(c10::DeviceIndex device) {
+    const c10::cuda::CUDAGuard guard(device);
     const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-    const c10::cuda::CUDAStream stream = c10::cuda::getStreamFromPool(false, device);
-    const c10::cuda::CUDAStreamGuard guard(stream);
+    cudaStream_t& raw = streams_[device];
+    if (!raw) C10_CUDA_CHECK(cudaStreamCreateWithFlags(&raw, cudaStreamNonBlocking));
+    const c10::cuda::CUDAStream stream = c10::cuda::getStreamFromExternal(raw, device);
+    const c10::cuda::CUDAStreamGuard on(stream);
     slabs_.push_back(at::zeros({kCount, kStreamBarriers},
                                at::TensorOptions(at::kInt).device(at::kCUDA, device)));
     stream.synchronize();
-    for (int64_t i = 0; i < kCount; ++i)
-      free.push_back(slabs_.back().data_ptr<int32_t>() + i * kStreamBarriers);
+    return slabs_.back().data_ptr<int32_t>();
   }
 
-  // Gives the words back when the graph, and all that was instantiated from it, is gone.
+  // Gives the words back when the graph, and all that was instantiated from it, is gone. The driver
+  // says so on a thread of its own, which must not wait for one that waits for the driver.
   void keep_with(cudaGraph_t graph, const Key& key) {
     const auto release = [](void* data) {
       const std::unique_ptr<Use> use(static_cast<Use*>(data));
-      const auto& [pool, key] = *use;
-      const std::lock_guard<std::mutex> lock(pool->mutex_);
-      pool->free_[std::get<c10::DeviceIndex>(key)].push_back(pool->taken_.at(key));
-      pool->taken_.erase(key);
+      use->first->give_back(use->second);
     };
+    auto use = std::make_unique<Use>(this, key);
     cudaUserObject_t object;
-    C10_CUDA_CHECK(cudaUserObjectCreate(&object, new Use(this, key), release, 1,
-                                        cudaUserObjectNoDestructorSync));
-    C10_CUDA_CHECK(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove));
+    const cudaError_t created =
+        cudaUserObjectCreate(&object, use.get(), release, 1, cudaUserObjectNoDestructorSync);
+    if (created != cudaSuccess) give_back(key);
+    C10_CUDA_CHECK(created);
+    use.release();  // the object's
+    const cudaError_t kept = cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove);
+    if (kept != cudaSuccess) cudaUserObjectRelease(object, 1);
+    C10_CUDA_CHECK(kept);
   }
 
-  std::mutex mutex_;
+  static constexpr int64_t kCount = 64;  // sets of words in a slab
+
+  std::mutex growing_;  // of what the driver's thread does not touch
+  std::map<c10::DeviceIndex, cudaStream_t> streams_;
+  std::vector<at::Tensor> slabs_;
+
+  std::mutex mutex_;  // of what it does
   std::map<Key, int32_t*> taken_;
   std::map<c10::DeviceIndex, std::vector<int32_t*>> free_;
-  std::vector<at::Tensor> slabs_;
 };
 
 }  // namespace

@@ -199,6 +199,29 @@ def test_work_split_over_blocks(cuda, lens, heads, kv_heads):
 
 
 @pytest.mark.gpu
+def test_lse_of_split_keys_without_values(cuda):
+    query = torch.randn(1, 32, 64, device=cuda, dtype=torch.bfloat16)
+    keys, values = (torch.randn(250, 16, 1, n, device=cuda, dtype=query.dtype) for n in (64, 64))
+    table = torch.arange(250, device=cuda)[None]
+    lens = torch.tensor([3999], device=cuda)
+    for _ in range(3):
+        _, lse = flashbpt.paged_attention(query, keys, values, table, lens, return_lse=True)
+        nothing = values[..., :0]
+        out, got = flashbpt.paged_attention(query, keys, nothing, table, lens, return_lse=True)
+        assert out.shape == (1, 32, 0)
+        assert_bitwise("lse", got, lse)
+
+
+@pytest.mark.gpu
+def test_too_much_work(cuda):
+    query = torch.randn(1, 4, 32, device=cuda, dtype=torch.bfloat16)
+    cache = torch.randn(1, 1 << 16, 1, 32, device=cuda, dtype=torch.bfloat16)
+    table = torch.zeros(1, 1 << 21, device=cuda, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="page table of 137438953472 keys a request"):
+        flashbpt.paged_attention(query, cache, cache, table, torch.tensor([5], device=cuda))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_small_shared_memory(cuda, small_rows, dim):
     for dtype in ("bf16", "fp16"):
@@ -311,7 +334,7 @@ def test_barriers_of_a_graph_go_with_it(cuda):
         assert_bitwise("out", out, expected)
         del graph
         used.append(torch.cuda.memory_allocated())
-    assert used[-1] == used[10]
+    assert used[-1] <= used[0] + (1 << 20)  # 300 graphs at a time would hold 4.8 MB
 
 
 @pytest.mark.gpu

@@ -31,6 +31,11 @@ inline bool chunks_of(const CacheView& cache, int64_t page_size, int64_t heads_k
   return last * element_bytes / 16 < UINT32_MAX;
 }
 
+// Of shared memory, that say where the keys of two tiles lie: paged_tile.h.
+constexpr int paged_tile_bytes(int block_k) {
+  return 32 + 20 * block_k;
+}
+
 // The pages of a call.
 struct PagedKeys {
   PageTableView table;

@@ -104,10 +104,10 @@ __device__ void load_tile(Tile dst, GmemRows src, int rows, int row_bytes) {
   }
 }
 
-// The same for rows of whole chunks that lie anywhere. offsets: of this thread's rows, in chunks
-// from `data`, or kNowhere; all: none of the tile's rows is nowhere.
 constexpr uint32_t kNowhere = UINT32_MAX;
 
+// The same for rows of whole chunks that lie anywhere. offsets: of this thread's rows, in chunks
+// from `data`, or kNowhere; all: none of the tile's rows is nowhere.
 template <int kRows, int kThreads, typename Tile, int kOffsets>
 __device__ void gather_chunks(Tile dst, const char* data, const uint32_t (&offsets)[kOffsets],
                               int row_bytes, bool all) {

@@ -20,7 +20,13 @@ struct Shape {
   int64_t window = -1;
   double softcap = 0;
   bool sinks = false;
+  // Few multiprocessors are left to the kernel: blocks wait for others that cannot begin.
+  bool crowded = false;
 };
+
+__global__ void occupy(long long cycles) {
+  for (const long long start = clock64(); clock64() - start < cycles;) continue;
+}
 
 DeviceLimits limits() {
   cudaDeviceProp device;
@@ -113,9 +119,26 @@ bool check(const Shape& s, Random& random) {
   if (s.rows != 1) p.cu_seqlens_q.data = cu_gmem.data;
   if (s.sinks) p.sinks = {sinks_gmem.data, DataType::kFloat32, 0, 1, 0, 0};
   p.set_workspace(workspace.data);
-  for (int i = 0; i < 3; ++i) launch_paged_decode(p, nullptr);  // barriers are left as they were
+  if (s.crowded) {
+    const int bytes = limits().smem_bytes;
+    check_cuda(cudaFuncSetAttribute(occupy, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+               "occupy");
+    cudaStream_t other;
+    check_cuda(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), "cudaStreamCreate");
+    occupy<<<limits().multiprocessors - 2, 1, bytes, other>>>(100'000'000);
+    check_cuda(cudaStreamDestroy(other), "cudaStreamDestroy");
+  }
+  for (int i = 0; i < 3; ++i) launch_paged_decode(p, nullptr);
   check_cuda(cudaGetLastError(), "launch");
   check_cuda(cudaDeviceSynchronize(), "paged_decode");
+  std::vector<int32_t> words(kPagedBarriers);
+  check_cuda(cudaMemcpy(words.data(), p.barriers, words.size() * 4, cudaMemcpyDeviceToHost),
+             "cudaMemcpy");
+  for (int i = 0; i < kPagedBarriers; ++i)
+    if (i < kMostBlocks ? words[i] & INT32_MAX : words[i]) {
+      std::printf("word %d of the barriers was left as %d: WRONG\n", i, words[i]);
+      return false;
+    }
   const std::vector<T> got = out.host(p.tokens * s.heads_q * s.dim_v);
   const std::vector<float> got_lse = lse.host(p.tokens * s.heads_q);
   double worst = 0, worst_lse = 0;
@@ -155,11 +178,13 @@ bool check(const Shape& s, Random& random) {
       }
   const bool ok = worst < 8 * Type<T>::kEps && worst_lse < 2e-5 + Type<T>::kEps;
   std::printf(
-      "%s  B %3zu  L %6d..%6d  H %d/%d  D %d/%d  rows %d  page %d%s%s%s  out %.1e  lse %.1e  %s\n",
+      "%s  B %3zu  L %6d..%6d  H %d/%d  D %d/%d  rows %d  page %d%s%s%s%s  out %.1e  lse %.1e  "
+      "%s\n",
       Type<T>::kName, s.lens.size(), *std::min_element(s.lens.begin(), s.lens.end()),
       *std::max_element(s.lens.begin(), s.lens.end()), s.heads_q, s.heads_kv, s.dim, s.dim_v,
       s.rows, s.page_size, s.window >= 0 ? "  window" : "", s.softcap > 0 ? "  softcap" : "",
-      s.sinks ? "  sinks" : "", worst, worst_lse, ok ? "ok" : "WRONG");
+      s.sinks ? "  sinks" : "", s.crowded ? "  crowded" : "", worst, worst_lse,
+      ok ? "ok" : "WRONG");
   std::fflush(stdout);
   return ok;
 }
@@ -234,6 +259,9 @@ bool check_all(Random& random) {
     if (dim <= 128) ok &= check<float>({random_lens(5, 200, random), 4, 2, dim, dim, 8, 2}, random);
   }
   ok &= check<__nv_bfloat16>({{9000}, 8, 2, 128, 128, 16}, random);
+  Shape crowded{{40000, 5, 3000}, 32, 1, 128, 128, 16, 2};
+  crowded.crowded = true;
+  ok &= check<__nv_bfloat16>(crowded, random);
   ok &= check<__nv_bfloat16>({{20000, 3, 0, 700}, 16, 2, 128, 64, 16, 4}, random);
   ok &= check<__nv_bfloat16>({random_lens(300, 100, random), 4, 1, 64, 64, 4, 5, false}, random);
   ok &=

@@ -88,6 +88,8 @@ struct AttnFwdOf {
     char mask[];  // [kBlockQ, kBlockK] of the mask's own type, rows padded
   };
 
+  static_assert(sizeof(PagedTileSmem<kBlockK>) <= paged_tile_bytes(kBlockK));
+
   const Params& p;
   SmemPlan& smem;
   const FwdPlace& place;

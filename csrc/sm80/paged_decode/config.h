@@ -6,6 +6,9 @@
 namespace flashbpt::sm80 {
 
 struct PagedDecodeConfig {
+  // Of items in parts, which are joined: loads of a lane under way, lanes with neighbouring columns
+  // at least, and from how many parts on all warps join the same columns.
+  static constexpr int kJoinLoads = 8, kJoinLanes = 8, kManyParts = 64;
   static constexpr int kPlaceBytes = 256;  // where the block begins, and what the warps tell it
 
   int element_bytes;  // of Q as the products take it
@@ -50,8 +53,8 @@ struct PagedDecodeKernel {
 };
 
 // Memory-bound: 4.4 TB/s and 1 us want 33 KB under way on a multiprocessor; the stages of its
-// blocks, less one each, are 64 KB and more. Rows of 96 KB of stages have a small one beside them,
-// for GPUs with 99 KB of shared memory a block.
+// blocks, less the one in use, are 64 KB and more. Rows of 96 KB of stages have a small one beside
+// them, for GPUs with 99 KB of shared memory a block.
 //                                              bytes cache dim rows keys warps stages blocks
 inline constexpr PagedDecodeConfig kPaged64 = {2, 2, 64, 16, 16, 4, 5, 2};
 inline constexpr PagedDecodeConfig kPaged128 = {2, 2, 128, 16, 16, 4, 3, 2};

@@ -85,11 +85,10 @@ struct PagedDecode {
   // ------------------------------------------------------------------------------------ the share
 
   __device__ void run() const {
-    clear_tail();
     const Parts parts(p, team, kv_head, smem.parts, smem.q);
     parts.start();
     find_share<kConfig>(p, p.schedule, team, smem.share);
-    if (!smem.share.any) return;
+    if (!smem.share.any) return clear_tail();
     Copies copies(p, smem.share, kv_head);
     Segments<kConfig> segments = smem.share.others;
     Segment s = smem.share.first;
@@ -116,6 +115,7 @@ struct PagedDecode {
     }
     ptx::cp_async_wait<0>();
     parts.finish([&](int64_t at, const float (&x)[4], int columns) { store(at, x, columns); });
+    clear_tail();
   }
 
   // Rows of no request: the last block's.

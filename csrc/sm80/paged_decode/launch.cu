@@ -56,10 +56,15 @@ int64_t PagedDecodeParams::most_units() const {
   const int64_t request_rows = std::min<int64_t>(tokens, schedule.most_rows) * group();
   const int64_t tiles =
       std::min(tokens * group() / c.rows + batch, batch * ceil_div(request_rows, c.rows));
-  return tiles * std::max<int64_t>(ceil_div(table.most_keys, c.unit_keys()), 1);
+  const int64_t units = tiles * std::max<int64_t>(ceil_div(table.most_keys, c.unit_keys()), 1);
+  if (!table.indptr) return units;
+  // The entries of CSR are those of all requests.
+  return std::min(
+      units, ceil_div(request_rows, c.rows) * (ceil_div(table.most_keys, c.unit_keys()) + batch));
 }
 
 int64_t PagedDecodeParams::workspace_bytes() const {
+  if (schedule.teams.value() == 1) return 0;  // nothing is split
   const int64_t rows = int64_t{2} * schedule.blocks() * schedule.tile_rows;
   return rows * (partial_width() + 1) * 4;
 }

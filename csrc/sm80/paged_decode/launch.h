@@ -23,9 +23,12 @@ struct PagedDecodeParams : PagedParams {
   bool whole_chunks = false;
   PagedChunks k_chunks, v_chunks;
 
-  // Columns of a partial row: a multiple of four.
-  FLASHBPT_HOST_DEVICE int partial_width() const { return (static_cast<int>(dim_v) + 3) / 4 * 4; }
-  // At least as many as there are units, which the kernel counts in 32 bits: by the size of the
+  // Columns of a partial row: a multiple of four, and not 0, since its LSE goes with the first
+  // four.
+  FLASHBPT_HOST_DEVICE int partial_width() const {
+    return dim_v > 4 ? (static_cast<int>(dim_v) + 3) / 4 * 4 : 4;
+  }
+  // At least as many as there are units, of which the kernel counts kMostUnits: by the size of the
   // page table, since lengths are not known here.
   int64_t most_units() const;
   // Bytes that the partial states take.

@@ -11,7 +11,8 @@
 //
 // Barriers are words in global memory, zero in their low 31 bits between kernels. The block that
 // begins the item adds 2^31 - (parts - 1) and the others 1: when all have, the top bit has turned
-// over and the rest is zero again (so do the grid barriers of CUDA's cooperative groups).
+// over and the rest is zero again (so do the grid barriers of CUDA's cooperative groups). Words
+// that say who has given up lie apart from them, and are zero between kernels.
 #pragma once
 
 #include "../../attention/softmax.h"
@@ -105,9 +106,10 @@ class PagedParts {
   }
 
  private:
-  static constexpr int kUnroll = 8;  // loads of a lane under way
-  static constexpr int kLanes = 8;   // with neighbouring columns, at least
-  static constexpr int kMany = 64;   // parts
+  static constexpr int kUnroll = PagedDecodeConfig::kJoinLoads;
+  static constexpr int kLanes = PagedDecodeConfig::kJoinLanes;
+  static constexpr int kMany = PagedDecodeConfig::kManyParts;
+  static_assert(sizeof(State) * kLanes * kWarps <= kConfig.q_bytes());
 
   __device__ int32_t* barrier(const PagedSplit& split) const {
     return p_.barriers + split.first_team * static_cast<int>(p_.schedule.heads_kv.value()) +
@@ -115,7 +117,7 @@ class PagedParts {
   }
   __device__ volatile int32_t* given_up(const PagedSplit& split, int part) const {
     const int block = (split.first_team + part) * static_cast<int>(p_.schedule.heads_kv.value());
-    return p_.barriers + p_.schedule.blocks() + 2 * (block + kv_head_) + (part == 0);
+    return p_.barriers + kMostBlocks + 2 * (block + kv_head_) + (part == 0);
   }
 
   __device__ bool all_arrived(const PagedSplit& split) const {
@@ -131,7 +133,9 @@ class PagedParts {
       }
       *given_up(split, split.part) = 1;
       __threadfence();  // it is written before the barrier is read
-      return all_arrived(split);
+      if (!all_arrived(split)) return false;
+      *given_up(split, split.part) = 0;  // whether the last one has seen it or not
+      return true;
     }
     return true;
   }

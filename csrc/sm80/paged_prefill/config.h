@@ -2,17 +2,20 @@
 #pragma once
 
 #include "../attn_fwd/config.h"
+#include "../paged_keys.h"
 
 namespace flashbpt::sm80 {
 
-// Those of attn_fwd, and where the keys of a tile lie.
+// Those of attn_fwd, and where the keys of two tiles lie.
 struct PagedPrefillKernel {
   const char* name;
   DataType dtype;
   Terms terms;
   AttnFwdConfig config;
 
-  constexpr int smem_bytes() const { return config.smem_bytes(0) + 32 + 20 * config.block_k; }
+  constexpr int smem_bytes() const {
+    return config.smem_bytes(0) + paged_tile_bytes(config.block_k);
+  }
 };
 
 inline constexpr PagedPrefillKernel kPagedPrefillKernels[] = {
