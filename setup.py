@@ -101,8 +101,6 @@ SPILLS = [
     ("attn_fwd", (6, 16), "d128_terms: where dropout is drawn, not in the products"),
     ("attn_fwd", (20,), "fp32 d64: a third block a multiprocessor buys 30 % in TF32"),
     ("attn_fwd", (21,), "fp32 d128: a word read once a tile"),
-    ("paged_decode", (14, 18), "fp8 d256: O alone takes 128 registers"),
-    ("paged_decode", (15, 19), "fp8 d128_tall: O alone takes 128 registers"),
     ("paged_decode", (21,), "fp32 d128: words read once a step"),
     ("paged_decode", (22,), "fp32 d256: O and its rests of 3xTF32 alone take 256 registers"),
     ("paged_prefill", (4, 10), "d128_terms: a word read once a tile"),
