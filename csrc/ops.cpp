@@ -147,6 +147,14 @@ void paged_op(const c10::OperatorHandle& op, Stack* stack) {
   });
 }
 
+void check_paged_op(const c10::OperatorHandle& op, Stack* stack) {
+  call(op, stack, [](Arguments a) {
+    check_paged_attention(a[0].toTensor(), a[1].toTensor(), a[2].toTensor(), page_table_at(a),
+                          paged_options_at(a));
+    return std::make_tuple();
+  });
+}
+
 void paged_kernel_op(const c10::OperatorHandle& op, Stack* stack) {
   call(op, stack, [](Arguments a) {
     return std::make_tuple(paged_attention_kernel(a[0].toTensor(), a[1].toTensor(), a[2].toTensor(),
@@ -267,6 +275,7 @@ TORCH_LIBRARY(flashbpt, m) {
   m.def("check_cu_seqlens(Tensor cu_seqlens, SymInt tokens, str name) -> Tensor");
   m.def(("paged_attention(" + kPaged + ") -> (Tensor out, Tensor lse)").c_str(), pure);
   m.def(("paged_attention_kernel(" + kPaged + ") -> str").c_str());
+  m.def(("check_paged_attention(" + kPaged + ") -> ()").c_str());
   m.def(("paged_attention_out(" + kPaged + ", Tensor(a!) out) -> Tensor lse").c_str(), pure);
   m.def(
       "append_paged_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
@@ -286,6 +295,7 @@ TORCH_LIBRARY_IMPL(flashbpt, CUDA, m) {
 TORCH_LIBRARY_IMPL(flashbpt, CompositeExplicitAutograd, m) {
   m.impl("attention_kernel", torch::CppFunction::makeFromBoxedFunction<&kernel_op>());
   m.impl("paged_attention_kernel", torch::CppFunction::makeFromBoxedFunction<&paged_kernel_op>());
+  m.impl("check_paged_attention", torch::CppFunction::makeFromBoxedFunction<&check_paged_op>());
 }
 
 TORCH_LIBRARY_IMPL(flashbpt, Autograd, m) {

@@ -70,6 +70,28 @@ at::Tensor paged_attention_out(const at::Tensor& q, const at::Tensor& k_cache,
   return run(call, out);
 }
 
+void check_paged_attention(const at::Tensor& q, const at::Tensor& k_cache,
+                           const at::Tensor& v_cache, const PageTable& table,
+                           const PagedOptions& options) {
+  // Of query and the caches only the shapes are asked for.
+  const auto shape = [](const at::Tensor& t) {
+    TORCH_CHECK(t.dim() > 0, "flashbpt: query and the caches must have dimensions, got a scalar");
+    return at::empty({t.size(-1)}, t.options().device(at::kCPU)).expand(t.sizes());
+  };
+  const auto host = [](const std::optional<at::Tensor>& t) -> std::optional<at::Tensor> {
+    if (!t.has_value()) return std::nullopt;
+    return t->cpu();
+  };
+  const PageTable table_on_host = {table.entries.cpu(), host(table.rows), host(table.indptr),
+                                   host(table.last_page_len), table.slots};
+  PagedOptions contents{};
+  contents.seq_lens = host(options.seq_lens);
+  contents.cu_seqlens_q = host(options.cu_seqlens_q);
+  contents.causal = options.causal;
+  contents.window_left = options.window_left, contents.window_right = options.window_right;
+  cpu::check_requests(PagedCall(shape(q), shape(k_cache), shape(v_cache), table_on_host, contents));
+}
+
 void append_paged_kv(const at::Tensor& key, const at::Tensor& value, const at::Tensor& k_cache,
                      const at::Tensor& v_cache, const at::Tensor& slot_mapping,
                      const AppendOptions& options) {

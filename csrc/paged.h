@@ -46,6 +46,12 @@ std::string paged_attention_kernel(const at::Tensor& q, const at::Tensor& k_cach
                                    const at::Tensor& v_cache, const PageTable& table,
                                    const PagedOptions& options);
 
+// Throws where the contents of the page table, lengths or cu_seqlens_q are not allowed, whatever
+// the device: they are copied to the host.
+void check_paged_attention(const at::Tensor& q, const at::Tensor& k_cache,
+                           const at::Tensor& v_cache, const PageTable& table,
+                           const PagedOptions& options);
+
 struct AppendOptions {
   std::optional<at::Tensor> cos, sin, positions;
   bool interleaved;

@@ -51,7 +51,8 @@ class use_backend:
 
 
 def set_debug_checks(on):
-    """Check the contents of cu_seqlens on the GPU too, at the price of a sync a call.
+    """Check the contents of cu_seqlens, page tables, lengths and slot mappings on the GPU too, at
+    the price of a sync a call.
 
     On the CPU they are always checked.
     """

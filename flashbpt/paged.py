@@ -131,7 +131,8 @@ def paged_attention(
         logarithm, fp32 (fp64 for fp64), sink included. Rows without keys and rows past the last
         request are 0 with LSE -inf, or the sink's.
 
-    Raises RuntimeError for what is not allowed. On the CPU lengths and entries are checked too.
+    Raises RuntimeError for what is not allowed. What tables, lengths and cu_seqlens_q hold is
+    checked on the CPU always, on the GPU after `flashbpt.set_debug_checks(True)`.
 
     Source: PagedAttention (Kwon et al., SOSP 2023), FlashInfer (Ye et al., arXiv:2501.01005).
     """
@@ -153,6 +154,8 @@ def paged_attention(
         key_scale=key_scale,
         value_scale=value_scale,
     )
+    if _State.debug_checks and not query.is_cpu:
+        torch.ops.flashbpt.check_paged_attention.default(*arguments)
     if out is None:
         out, lse = torch.ops.flashbpt.paged_attention.default(*arguments)
     else:
@@ -214,6 +217,11 @@ def _paged_attention_fake(q, key_cache, value_cache, *options):
     return out, _fake_lse(q)
 
 
+@torch.library.register_fake("flashbpt::check_paged_attention")
+def _check_paged_attention_fake(*arguments):
+    return None  # fake tables have no contents
+
+
 @torch.library.register_fake("flashbpt::paged_attention_out")
 def _paged_attention_out_fake(q, *options):
     return _fake_lse(q)
@@ -255,6 +263,8 @@ def append_paged_kv(
 
     Source: vLLM's reshape_and_cache, RoFormer (Su et al., arXiv:2104.09864).
     """
+    if _State.debug_checks and not key.is_cpu:
+        check_slots(slot_mapping, key_cache)
     torch.ops.flashbpt.append_paged_kv.default(
         key,
         value,
@@ -268,6 +278,16 @@ def append_paged_kv(
         key_scale,
         value_scale,
     )
+
+
+def check_slots(slot_mapping, cache):
+    """What the CPU always checks, at the price of a sync."""
+    slots, last = cache.shape[0] * cache.shape[1], slot_mapping.numel() and int(slot_mapping.max())
+    if last >= slots > 0:
+        raise RuntimeError(
+            f"flashbpt: slot_mapping must be below the {slots} slots of the cache, or negative to "
+            f"skip a row, got {last}"
+        )
 
 
 @torch.library.register_fake("flashbpt::append_paged_kv")

@@ -1,7 +1,5 @@
 """Attention over paged caches: page tables, layouts, mixed requests, terms, fp8, refusals."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -12,6 +10,7 @@ from paged_cases import DTYPES, FP8, Call, Case, check
 
 import flashbpt
 from flashbpt import PageTable
+from flashbpt.paged import prepare_paged
 
 MIXED = Case(lens=(20, 33, 12, 7, 140, 0, 3), rows=(20, 1, 5, 0, 3, 2, 6))
 CASES = [
@@ -230,163 +229,6 @@ def test_small_shared_memory(cuda, small_rows, dim):
         check(replace(CHUNKS, dim=dim, dtype=dtype), cuda)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (32, 1)])
-def test_graph_replays_with_other_lengths_and_tables(cuda, heads, kv_heads):
-    """Each replay is what a call of its own gives, whatever the lengths at the capture were."""
-    case = Case(lens=(700, 3, 40), heads=heads, kv_heads=kv_heads, dtype="bf16", dim=128)
-    calls = [
-        Call(replace(case, lens=lens), cuda)
-        for lens in ((700, 3, 40), (1, 700, 0), (5, 5, 690), (350, 350, 1))
-    ]
-    width = max(call.table.shape[1] for call in calls)
-    pages = max(call.key_cache.shape[0] for call in calls)
-    shape = (pages, *calls[0].key_cache.shape[1:])
-    keys, values = (torch.full(shape, torch.nan, dtype=torch.bfloat16, device=cuda) for _ in "kv")
-    table = torch.zeros(3, width, dtype=torch.int32, device=cuda)
-    lens = torch.zeros(3, dtype=torch.int32, device=cuda)
-    query = torch.zeros(calls[0].query.shape, dtype=torch.bfloat16, device=cuda)
-
-    def place(call):
-        for to, rows in ((keys, call.key_cache), (values, call.value_cache)):
-            to[: rows.shape[0]] = rows
-        table[:, : call.table.shape[1]] = call.table
-        lens.copy_(call.lens)
-        query.copy_(call.query)
-
-    def run():
-        return flashbpt.paged_attention(query, keys, values, table, lens, return_lse=True)
-
-    place(calls[0])
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run()
-    for call in calls:
-        place(call)
-        graph.replay()
-        for name, a, b in zip(("out", "lse"), got, run(), strict=True):
-            assert_bitwise(name, a, b)
-        exact, exact_lse = call.expected()
-        plain, plain_lse = call.expected(product=torch.bfloat16, softmax=torch.float32)
-        assert_close("out", got[0].cpu(), exact, plain.to(torch.bfloat16))
-        assert_close("lse", got[1].cpu(), exact_lse, plain_lse.float())
-
-
-def pairs_of_calls(cuda, count):
-    """Pairs of a function that attends into `out`, and what it must give: much of it is joined."""
-    for i in range(count):
-        call = Call(Case(lens=(3000, 40, 800 + i), heads=32, kv_heads=1, dtype="bf16"), cuda)
-        out = torch.zeros_like(call.run()[0])
-        call.query = call.query.to(cuda)
-
-        def run(call=call, out=out):
-            call.run(out=out)
-
-        yield run, out, call.run()[0]
-
-
-@pytest.mark.gpu
-def test_streams_do_not_share_barriers(cuda):
-    """Calls on two streams at a time, of which each has blocks that wait for each other."""
-    calls = list(pairs_of_calls(cuda, 2))
-    torch.cuda.synchronize()
-    for _ in range(50):
-        for (run, out, _), stream in zip(calls, (torch.cuda.Stream(), torch.cuda.Stream())):
-            with torch.cuda.stream(stream):
-                out.zero_()
-                run()
-        torch.cuda.synchronize()
-        for _, out, expected in calls:
-            assert_bitwise("out", out, expected)
-
-
-@pytest.mark.gpu
-def test_graphs_do_not_share_barriers(cuda):
-    """Graphs that were captured on one stream run side by side."""
-    calls = list(pairs_of_calls(cuda, 2))
-    graphs = []
-    for run, _, _ in calls:
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1]):
-            for _ in range(20):
-                run()
-    for _ in range(10):
-        for graph, (_, out, _) in zip(graphs, calls, strict=True):
-            with torch.cuda.stream(torch.cuda.Stream()):
-                out.zero_()
-                graph.replay()
-        torch.cuda.synchronize()
-        for _, out, expected in calls:
-            assert_bitwise("out", out, expected)
-
-
-@pytest.mark.gpu
-def test_barriers_of_a_graph_go_with_it(cuda):
-    run, out, expected = next(pairs_of_calls(cuda, 1))
-    used = []
-    for _ in range(300):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        out.zero_()
-        graph.replay()
-        assert_bitwise("out", out, expected)
-        del graph
-        used.append(torch.cuda.memory_allocated())
-    assert used[-1] <= used[0] + (1 << 20)  # 300 graphs at a time would hold 4.8 MB
-
-
-@pytest.mark.gpu
-def test_the_first_call_may_be_captured(cuda):
-    """Nothing was prepared by a call outside the graph."""
-    code = """
-import torch, flashbpt
-g = torch.Generator("cuda").manual_seed(0)
-query = torch.randn(1, 32, 128, device="cuda", dtype=torch.bfloat16, generator=g)
-keys, values = torch.randn(2, 64, 64, 1, 128, device="cuda", dtype=torch.bfloat16, generator=g)
-table = torch.arange(64, device="cuda")[None]
-lens = torch.tensor([4000], device="cuda")
-torch.cuda.synchronize()
-graph = torch.cuda.CUDAGraph()
-with torch.cuda.graph(graph):
-    out = flashbpt.paged_attention(query, keys, values, table, lens)
-graph.replay()
-assert torch.equal(out, flashbpt.paged_attention(query, keys, values, table, lens))
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.gpu
-def test_graph_replays_with_other_rows(cuda):
-    """cu_seqlens_q moves between the requests, to where decoding and prefill meet and past it."""
-    call = Call(Case(lens=(300, 200, 90), rows=(70, 40, 10), dtype="bf16"), cuda)
-    query, cu = call.query.to(cuda), call.options.pop("cu_seqlens_q")
-
-    def run():
-        return call.run(cu_seqlens_q=cu)
-
-    run()
-    graph = torch.cuda.CUDAGraph()
-    call.query = query
-    with torch.cuda.graph(graph):
-        got = run()
-    for rows in ((70, 40, 10), (1, 1, 80), (118, 1, 1), (0, 33, 32), (0, 0, 0)):
-        cu.copy_(torch.tensor([0, *torch.tensor(rows).cumsum(0)]))
-        graph.replay()
-        for name, a, b in zip(("out", "lse"), got, run(), strict=True):
-            assert_bitwise(name, a, b)
-        call.rows, call.query = rows, query[: sum(rows)].cpu()
-        if sum(rows):
-            exact, exact_lse = call.expected()
-            plain, plain_lse = call.expected(product=torch.bfloat16, softmax=torch.float32)
-            n = sum(rows)
-            assert_close("out", got[0][:n].cpu(), exact, plain.to(torch.bfloat16))
-            assert_close("lse", got[1][:n].cpu(), exact_lse, plain_lse.float())
-        assert (got[0][sum(rows) :] == 0).all() and (got[1][sum(rows) :] == -torch.inf).all()
-        call.query = query
-
-
 @pytest.mark.parametrize(
     "case, kernel",
     [
@@ -470,11 +312,6 @@ def refused(match, **changes):
         ("scale of key_cache", {"key_scale": lambda c: torch.ones(3)}),
         ("out must be", {"out": lambda c: c.query[:, :, :3]}),
         ("pages of 8 tokens", {"block_table": lambda c: PageTable.from_block_table(c.table, 8)}),
-        ("which take 9 entries", {"block_table": lambda c: c.table[:, :8]}),
-        ("lies in slot", {"block_table": lambda c: c.table + 1000}),
-        ("0 keys or more", {"seq_lens": lambda c: c.lens - 5}),
-        ("not decrease", {"cu_seqlens_q": lambda c: torch.arange(8).flip(0)}),
-        ("must be rows of req_to_token", {"block_table": lambda c: outside(c)}),
     ],
 )
 def test_refusals(match, changes):
@@ -482,8 +319,56 @@ def test_refusals(match, changes):
 
 
 def outside(call):
-    slots = torch.zeros(3, 200, dtype=torch.int64)
-    return PageTable.from_token_table(slots, torch.full((7,), 3))
+    slots = torch.zeros(3, 200, dtype=torch.int64, device=call.device)
+    return PageTable.from_token_table(slots, torch.full((7,), 3, device=call.device))
+
+
+CONTENTS = [
+    ("which take 9 entries", {"block_table": lambda c: c.table[:, :8]}),
+    ("lies in slot", {"block_table": lambda c: c.table + 1000}),
+    ("0 keys or more", {"seq_lens": lambda c: c.lens - 5}),
+    ("not decrease", {"cu_seqlens_q": lambda c: torch.arange(8, device=c.device).flip(0)}),
+    ("must be rows of req_to_token", {"block_table": outside}),
+]
+
+
+@pytest.mark.parametrize("match, changes", CONTENTS)
+def test_refused_contents(match, changes):
+    refused(match, **changes)
+
+
+@pytest.mark.parametrize("match, changes", CONTENTS)
+def test_contents_are_checked_on_any_device(device, match, changes):
+    call = Call(MIXED, device)
+    arguments = {"block_table": call.table, "seq_lens": call.lens, **call.options}
+
+    def check(**arguments):
+        given = call.query.to(device), call.key_cache, call.value_cache
+        torch.ops.flashbpt.check_paged_attention.default(*prepare_paged(*given, **arguments))
+
+    check(**arguments)
+    with pytest.raises(RuntimeError, match=match):
+        check(**arguments | {name: make(call) for name, make in changes.items()})
+
+
+@pytest.mark.gpu
+def test_debug_checks(cuda):
+    call = Call(MIXED, cuda)
+    expected, _ = call.run()
+    flashbpt.set_debug_checks(True)
+    try:
+        assert_bitwise("out", call.run()[0], expected)
+        call.table = call.table + 1000
+        with pytest.raises(RuntimeError, match="lies in slot"):
+            call.run()
+        rows = torch.zeros(2, 2, 64, device=cuda)
+        cache = torch.zeros(3, 4, 2, 64, device=cuda)
+        with pytest.raises(RuntimeError, match="below the 12 slots of the cache.* got 12"):
+            slots = torch.tensor([-1, 12], device=cuda)
+            flashbpt.append_paged_kv(rows, rows, cache, cache, slots)
+    finally:
+        flashbpt.set_debug_checks(False)
+    assert (cache == 0).all()
 
 
 def test_no_gradient():

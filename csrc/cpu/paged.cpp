@@ -69,6 +69,11 @@ at::Tensor slots_of(const PagedCall& call, const Request& request, int64_t first
   return out;
 }
 
+// The first key that a row sees: the first row sees the earliest one.
+int64_t first_key(const PagedParams& p, const Request& request) {
+  return std::clamp<int64_t>(request.length - request.rows - p.band.left, 0, request.length);
+}
+
 // Which keys [first, length) the new rows see by the tree: all older ones, and of the newest
 // `rows` those that their square says.
 at::Tensor tree_of(const Request& request, const at::Tensor& square, int64_t first) {
@@ -80,6 +85,13 @@ at::Tensor tree_of(const Request& request, const at::Tensor& square, int64_t fir
 }
 
 }  // namespace
+
+void check_requests(const PagedCall& call) {
+  for (int64_t b = 0; b < call.params.batch; ++b) {
+    const Request request = checked_request(call, b);
+    if (request.rows > 0) slots_of(call, request, first_key(call.params, request));
+  }
+}
 
 void paged_attention(const PagedCall& call, const at::Tensor& out, const at::Tensor& lse) {
   const PagedParams& p = call.params;
@@ -103,9 +115,7 @@ void paged_attention(const PagedCall& call, const at::Tensor& out, const at::Ten
                 "the squares of all requests' rows, but request ", b, " ends at ",
                 tree_at + squares, " of ", call.tree.numel());
     if (request.rows > 0) {
-      // The first row sees the earliest key.
-      const int64_t diagonal = request.length - request.rows;
-      const int64_t first = std::clamp<int64_t>(diagonal - p.band.left, 0, request.length);
+      const int64_t diagonal = request.length - request.rows, first = first_key(p, request);
       const at::Tensor slots = slots_of(call, request, first);
       const auto keys = [&](const at::Tensor& cache, const std::optional<at::Tensor>& scale) {
         return scaled(gather(cache, slots).to(dtype), scale).transpose(0, 1).unsqueeze(0);
