@@ -277,6 +277,7 @@ TORCH_LIBRARY(flashbpt, m) {
   m.def(("paged_attention_kernel(" + kPaged + ") -> str").c_str());
   m.def(("check_paged_attention(" + kPaged + ") -> ()").c_str());
   m.def(("paged_attention_out(" + kPaged + ", Tensor(a!) out) -> Tensor lse").c_str(), pure);
+  m.def("check_slot_mapping(Tensor slot_mapping, SymInt slots) -> ()");
   m.def(
       "append_paged_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
       "Tensor slot_mapping, Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved, "
@@ -295,6 +296,7 @@ TORCH_LIBRARY_IMPL(flashbpt, CUDA, m) {
 TORCH_LIBRARY_IMPL(flashbpt, CompositeExplicitAutograd, m) {
   m.impl("attention_kernel", torch::CppFunction::makeFromBoxedFunction<&kernel_op>());
   m.impl("paged_attention_kernel", torch::CppFunction::makeFromBoxedFunction<&paged_kernel_op>());
+  m.impl("check_slot_mapping", &check_slot_mapping);
   m.impl("check_paged_attention", torch::CppFunction::makeFromBoxedFunction<&check_paged_op>());
 }
 

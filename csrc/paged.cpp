@@ -140,4 +140,10 @@ void append_paged_kv(const at::Tensor& key, const at::Tensor& value, const at::T
     append_paged_kv_sm80(key, value, k_cache, v_cache, slot_mapping, options);
 }
 
+void check_slot_mapping(const at::Tensor& slot_mapping, int64_t slots) {
+  const int64_t last = slot_mapping.numel() > 0 ? slot_mapping.max().item<int64_t>() : -1;
+  TORCH_CHECK(last < slots, "flashbpt: slot_mapping must be below the ", slots,
+              " slots of the cache, or negative to skip a row, got ", last);
+}
+
 }  // namespace flashbpt

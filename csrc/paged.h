@@ -64,4 +64,7 @@ void append_paged_kv(const at::Tensor& key, const at::Tensor& value, const at::T
                      const at::Tensor& v_cache, const at::Tensor& slot_mapping,
                      const AppendOptions& options);
 
+// Throws where a row would go past the cache's slots, whatever the device.
+void check_slot_mapping(const at::Tensor& slot_mapping, int64_t slots);
+
 }  // namespace flashbpt

@@ -126,3 +126,11 @@ def test_append_refusals(match, changes):
     with pytest.raises(RuntimeError, match=match):
         flashbpt.append_paged_kv(**arguments)
     assert all((t == 0).all() for t in caches.values())
+
+
+def test_slots_are_checked_on_any_device(device):
+    check = torch.ops.flashbpt.check_slot_mapping.default
+    for slots in ([-1, 11], [-3], []):
+        check(torch.tensor(slots, dtype=torch.int64, device=device), 12)
+    with pytest.raises(RuntimeError, match="below the 12 slots of the cache.* got 12"):
+        check(torch.tensor([-1, 12], device=device), 12)

@@ -199,14 +199,11 @@ void write_slots(const at::Tensor& cache, const at::Tensor& slots, const at::Ten
 void append_paged_kv(const at::Tensor& key, const at::Tensor& value, const at::Tensor& k_cache,
                      const at::Tensor& v_cache, const at::Tensor& slot_mapping,
                      const AppendOptions& options) {
-  const int64_t slots = k_cache.size(0) * k_cache.size(1);
+  check_slot_mapping(slot_mapping, k_cache.size(0) * k_cache.size(1));
   const at::Tensor wanted = slot_mapping.to(at::kLong);
   const at::Tensor kept = (wanted >= 0).nonzero().squeeze(1);
   const at::Tensor to = wanted.index_select(0, kept);
   if (to.numel() == 0) return;
-  const int64_t last = to.max().item<int64_t>();
-  TORCH_CHECK(last < slots, "flashbpt: slot_mapping must be below the ", slots,
-              " slots of the cache, or negative to skip a row, got ", last);
   write_slots(
       k_cache, to,
       stored(rotated(key.index_select(0, kept), kept, options), k_cache, options.key_scale));
