@@ -5,7 +5,6 @@
 #include <ATen/Context.h>
 #include <ATen/cuda/CUDAContextLight.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -13,13 +12,13 @@
 #include <cmath>
 
 #include "device_limits.h"
-#include "merge_states.h"
 #include "sm80/attn_bwd/launch.h"
 #include "sm80/attn_bwd_finish/launch.h"
 #include "sm80/attn_bwd_prepare/launch.h"
 #include "sm80/attn_bwd_terms/launch.h"
 #include "sm80/attn_fwd/launch.h"
 #include "sm80/mask_tiles/launch.h"
+#include "split_states.h"
 #endif
 
 namespace flashbpt {
@@ -112,26 +111,16 @@ void forward_sm80(const AttentionCall& call, ForwardTensors& t) {
   sm80::AttnFwdParams p{call.params};
   in.set(call, p);
   if (p.drops_all()) p.dropout_threshold = 0;  // only LSE is left to compute
-  p.splits = sm80::attn_fwd_splits(p, in.device);
-  at::Tensor outs, lses;
-  if (p.splits > 1) {
-    const auto options = in.q.options().dtype(at::kFloat);
-    std::vector<int64_t> sizes{p.splits};
-    sizes.insert(sizes.end(), t.out.sizes().begin(), t.out.sizes().end());
-    outs = at::empty(sizes, options);
-    sizes.pop_back();
-    // Rows outside every packed sequence: states without keys, whose `outs` are never read.
-    lses = call.packed() ? at::full(sizes, -INFINITY, options) : at::empty(sizes, options);
-    p.split_out = call.view(outs[0]);
-    p.split_lse = call.lse_view(lses[0]);
-    p.split_out_stride = outs.stride(0);
-    p.split_lse_stride = lses.stride(0);
-  }
+  const SplitStates states(
+      sm80::attn_fwd_splits(p, in.device), t.out, !call.packed(),
+      [&](const at::Tensor& out) { return call.view(out); },
+      [&](const at::Tensor& lse) { return call.lse_view(lse); });
+  p.splits = states.params;
   sm80::launch_attn_fwd(p, in.device, in.stream);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
-  if (p.splits > 1) {
+  if (p.splits.count > 1) {
     at::Tensor out;
-    std::tie(out, t.lse) = merge_attention_states(outs.unbind(), lses.unbind());
+    std::tie(out, t.lse) = states.merged();
     t.out.copy_(out);
   }
   if (call.params.drops_all()) t.out.zero_();

@@ -8,15 +8,14 @@
 
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "merge_states.h"
 #include "sm80/append_kv/launch.h"
 #include "sm80/paged_decode/launch.h"
 #include "sm80/paged_prefill/launch.h"
+#include "split_states.h"
 #include "stream_barriers.h"
 #endif
 
@@ -36,10 +35,10 @@ sm80::AppendRows append_rows(const char* name, const at::Tensor& rows, const at:
   a.width = static_cast<int>(rows.size(2));
   // Vectors of 8 elements: whether every row begins at a multiple of them.
   const auto aligned = [](const at::Tensor& t, std::initializer_list<int64_t> strides) {
-    const int64_t element = t.element_size(), vector = std::min<int64_t>(16, 8 * element);
-    int64_t bytes = reinterpret_cast<int64_t>(t.data_ptr());
-    for (int64_t stride : strides) bytes |= stride * element;
-    return bytes % vector == 0;
+    const int64_t element = t.element_size();
+    int64_t bits = reinterpret_cast<int64_t>(t.data_ptr());
+    for (int64_t stride : strides) bits |= stride * element;
+    return sm80::common_access(bits) >= std::min<int64_t>(16, 8 * element);
   };
   a.vectorised = aligned(kept, {kept.stride(0), kept.stride(1)}) &&
                  aligned(cache, {cache.stride(0), cache.stride(1), cache.stride(2)});
@@ -56,23 +55,18 @@ bool takes_prefill(const PagedParams& p, const sm80::DeviceLimits& device) {
 // Rows of requests that decoding takes hold nothing of use then: it goes after.
 void launch_prefill(const PagedCall& call, const sm80::DeviceLimits& device,
                     c10::cuda::CUDAStream stream, const at::Tensor& out, const at::Tensor& lse) {
-  sm80::PagedPrefillSplits splits;
-  splits.count = sm80::paged_prefill_splits(call.params, device);
-  at::Tensor outs, lses;
-  if (splits.count > 1) {
-    const auto options = call.q.options().dtype(at::kFloat);
-    outs = at::empty({splits.count, out.size(0), out.size(1), out.size(2)}, options);
-    // Of rows that the kernel does not have: states without keys, whose `outs` are never read.
-    lses = at::full({splits.count, out.size(0), out.size(1)}, -INFINITY, options);
-    splits.out = {outs.data_ptr(), DataType::kFloat32, 0, outs.stride(2), outs.stride(1), 1};
-    splits.lse = {lses.data_ptr(), DataType::kFloat32, 0, lses.stride(2), lses.stride(1), 0};
-    splits.out_stride = outs.stride(0);
-    splits.lse_stride = lses.stride(0);
-  }
-  sm80::launch_paged_prefill(call.params, splits, device, stream);
+  const SplitStates states(
+      sm80::paged_prefill_splits(call.params, device), out, false,
+      [](const at::Tensor& out) {
+        return TensorView{out.data_ptr(), DataType::kFloat32, 0, out.stride(1), out.stride(0), 1};
+      },
+      [](const at::Tensor& lse) {
+        return TensorView{lse.data_ptr(), DataType::kFloat32, 0, lse.stride(1), lse.stride(0), 0};
+      });
+  sm80::launch_paged_prefill(call.params, states.params, device, stream);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
-  if (splits.count == 1) return;
-  const auto [merged, merged_lse] = merge_attention_states(outs.unbind(), lses.unbind());
+  if (states.params.count == 1) return;
+  const auto [merged, merged_lse] = states.merged();
   out.copy_(merged);
   lse.copy_(merged_lse);
 }

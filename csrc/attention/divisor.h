@@ -13,11 +13,11 @@ namespace flashbpt {
 class Divisor {
  public:
   Divisor() = default;
-  explicit Divisor(uint32_t value) : value_(value) {
-    if (value < 2) return;
-    while ((uint64_t{1} << shift_) < value) ++shift_;
+  explicit Divisor(int64_t value) : value_(static_cast<uint32_t>(value)) {  // below 2^31
+    if (value_ < 2) return;
+    while ((uint64_t{1} << shift_) < value_) ++shift_;
     const uint64_t power = uint64_t{1} << (31 + shift_);
-    multiplier_ = static_cast<uint32_t>((power + value - 1) / value);
+    multiplier_ = static_cast<uint32_t>((power + value_ - 1) / value_);
     --shift_;
   }
 

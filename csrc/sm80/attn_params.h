@@ -49,6 +49,12 @@ struct RowAccess {
   int q, k, v, out, mask;
 };
 
+// The largest of 16, 8, 4, 2 and 1 that divides all numbers that were or-ed together.
+inline int common_access(uint64_t bits) {
+  bits |= 16;
+  return static_cast<int>(bits & (~bits + 1));  // the lowest bit that is set
+}
+
 // 16, 8, 4, 2 or 1; strides of dimensions of size 1 do not matter.
 inline int row_access(const TensorView& t, int64_t batch, int64_t heads, int64_t rows) {
   const uint64_t bytes = element_bytes(t.dtype);
@@ -56,9 +62,7 @@ inline int row_access(const TensorView& t, int64_t batch, int64_t heads, int64_t
   if (batch > 1) bits |= static_cast<uint64_t>(t.batch) * bytes;
   if (heads > 1) bits |= static_cast<uint64_t>(t.head) * bytes;
   if (rows > 1) bits |= static_cast<uint64_t>(t.row) * bytes;
-  int access = 16;
-  while (bits % access != 0) access /= 2;
-  return access;
+  return common_access(bits);
 }
 
 // Whether columns are neighbours and every row starts at a multiple of `bytes`.
@@ -67,16 +71,20 @@ inline bool rows_aligned(const TensorView& t, int64_t batch, int64_t heads, int6
   return t.col == 1 && row_access(t, batch, heads, rows) >= bytes;
 }
 
+// Keys of a row in parts, each with its own O (normalised) and LSE, to be merged; part 0 carries
+// the sink.
+struct KeySplits {
+  int32_t count = 1;  // 1: O and LSE go to the call's at once
+  TensorView out;     // of part 0, fp32, in the shape of the call's
+  TensorView lse;
+  int64_t out_stride = 0;  // from part to part
+  int64_t lse_stride = 0;
+};
+
 struct AttnFwdParams : AttentionParams {
   MaskTiles mask_tiles;  // data is null without a boolean mask
   bool tf32 = false;     // fp32 inputs: single TF32 products are allowed
-  // Keys of a row in `splits` parts, each with its own O (fp32, normalised) and LSE, to be merged;
-  // part 0 carries the sink. 1: written to `out` and `lse` at once.
-  int32_t splits = 1;
-  TensorView split_out;  // fp32 [batch, heads_q, len_q, dim_v] of part 0
-  TensorView split_lse;  // fp32 [batch, heads_q, len_q] of part 0
-  int64_t split_out_stride = 0;
-  int64_t split_lse_stride = 0;
+  KeySplits splits;
 };
 
 // How products become weights: P = exp2(sign * product * unit - ...) with the scale as fp32 has it,

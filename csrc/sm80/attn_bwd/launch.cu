@@ -52,7 +52,7 @@ void launch_attn_bwd(const AttnBwdParams& params, const DeviceLimits& device, cu
   p.access_grad_out = access(p.grad_out, p.heads_q, p.len_q);
   p.access_dk = access(p.dk, p.heads_kv, p.len_k);
   p.access_dv = access(p.dv, p.heads_kv, p.len_k);
-  p.slices = Divisor(static_cast<uint32_t>(slices_of(p, c)));
+  p.slices = Divisor(slices_of(p, c));
   const auto chunks = [&](const TensorView& t) {
     const int64_t last =
         (batch - 1) * t.batch + (p.heads_q - 1) * t.head + (p.len_q - 1) * t.row + c.head_dim;
@@ -67,8 +67,8 @@ void launch_attn_bwd(const AttnBwdParams& params, const DeviceLimits& device, cu
   p.dq_pieces = static_cast<uint32_t>(dq_acc_pieces(p.dim));
   p.needs_ds = p.dq_acc || p.dk || p.dmask || p.dalibi;
   p.group_heads = static_cast<uint32_t>(p.group());
-  p.kv_heads = Divisor(static_cast<uint32_t>(p.heads_kv));
-  p.row_parts = Divisor(static_cast<uint32_t>(p.q_splits));
+  p.kv_heads = Divisor(p.heads_kv);
+  p.row_parts = Divisor(p.q_splits);
   p.score = score_unit(p);
   const int64_t q_bytes = p.len_q * (p.dim + p.dim_v) * element_bytes(p.q.dtype) * p.group();
   // The first keys of a causal call are seen by the most rows.

@@ -26,7 +26,7 @@ AttnBwdTermsKernelParams kernel_params(const AttnBwdParams& params, const AttnBw
               row_access(p.v, batch, p.heads_kv, p.len_k), 0,
               p.mask ? row_access(p.mask, batch, p.heads_q, p.len_q) : 0};
   p.access_grad_out = row_access(p.grad_out, batch, p.heads_q, p.len_q);
-  p.slices = Divisor(static_cast<uint32_t>(ceil_div(std::max(p.dim, p.dim_v), c.head_dim)));
+  p.slices = Divisor(ceil_div(std::max(p.dim, p.dim_v), c.head_dim));
   p.needs_ds = p.dq_acc || p.dk || p.dmask || p.dalibi;
   p.score = score_unit(p);
   p.group_heads = static_cast<uint32_t>(p.group());

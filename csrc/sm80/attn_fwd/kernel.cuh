@@ -13,9 +13,9 @@
 // and half of the columns of O. They exchange the rows' maxima, P, and at the end the sums; what
 // both read of Q and what each reads of K and V is then half of what two warps of 16 rows would.
 //
-// Splits: a block takes one of p.splits parts of its keys. Slices: heads wider than the tile go in
-// slices of V and O, one a block, and S is summed over pieces of Q and K that pass through the same
-// tiles.
+// Splits: a block takes one of p.splits.count parts of its keys. Slices: heads wider than the tile
+// go in slices of V and O, one a block, and S is summed over pieces of Q and K that pass through
+// the same tiles.
 //
 // docs/attn_fwd.md
 #pragma once
@@ -401,7 +401,7 @@ struct AttnFwdOf {
       static_cast<float*>(
           t.data)[offset + place.seq.batch * t.batch + place.head * t.head + at * t.row] = x;
     };
-    if (p.splits > 1) return put(p.split_lse, place.split * p.split_lse_stride, lse);
+    if (p.splits.count > 1) return put(p.splits.lse, place.split * p.splits.lse_stride, lse);
     put(p.lse, 0, lse);
     if (p.lse_lo) put(p.lse_lo, 0, isfinite(lse) ? (top - lse) + log_sum : 0.0f);
   }
@@ -416,9 +416,9 @@ struct AttnFwdOf {
   __device__ void store(const float (&o)[kM][kO][4]) const {
     const int cols = static_cast<int>(p.dim_v) - place.slice * kHeadDim;
     const int rows = static_cast<int>(place.seq.len_q) - place.q0;
-    if (kExact || p.splits > 1) {
-      const TensorView& to = p.splits > 1 ? p.split_out : p.out;
-      const int64_t part = p.splits > 1 ? place.split * p.split_out_stride : 0;
+    if (kExact || p.splits.count > 1) {
+      const TensorView& to = p.splits.count > 1 ? p.splits.out : p.out;
+      const int64_t part = p.splits.count > 1 ? place.split * p.splits.out_stride : 0;
       tile::store_fp32(o, out_gmem<float>(to) + part + row * to.row + col_o, to.row, rows - row,
                        cols - col_o, p.access.out >= 8);
     } else if constexpr (!kExact) {

@@ -75,17 +75,16 @@ void launch_attn_fwd(const AttnFwdParams& params, const DeviceLimits& device, cu
   AttnFwdKernelParams p;
   static_cast<AttnFwdParams&>(p) = params;
   const int64_t batch = p.packed() ? 1 : p.batch;
-  const TensorView& out = p.splits > 1 ? p.split_out : p.out;
+  const TensorView& out = p.splits.count > 1 ? p.splits.out : p.out;
   p.access = {
       row_access(p.q, batch, p.heads_q, p.len_q), row_access(p.k, batch, p.heads_kv, p.len_k),
       row_access(p.v, batch, p.heads_kv, p.len_k), row_access(out, batch, p.heads_q, p.len_q),
       p.mask ? row_access(p.mask, batch, p.heads_q, p.len_q) : 0};
   p.slices_qk = static_cast<int>(ceil_div(p.dim, c.head_dim));
-  const auto divisor = [](int64_t n) { return Divisor(static_cast<uint32_t>(n)); };
-  p.heads = divisor(p.heads_q);
-  p.group_heads = divisor(p.group());
-  p.key_parts = divisor(p.splits);
-  p.slices_v = divisor(ceil_div(p.dim_v, c.head_dim));
+  p.heads = Divisor(p.heads_q);
+  p.group_heads = Divisor(p.group());
+  p.key_parts = Divisor(p.splits.count);
+  p.slices_v = Divisor(ceil_div(p.dim_v, c.head_dim));
   p.score = score_unit(p);
   const int64_t kv_bytes = p.len_k * (p.dim + p.dim_v) * element_bytes(p.q.dtype);
   p.order = TileOrder::make(query_tiles(p, c.block_q), all_heads(p), p.group(), kv_bytes,

@@ -38,7 +38,7 @@ struct FwdPlace {
 
 template <int kBlockQ, int kBlockK, typename Params>
 __device__ FwdPlace find_fwd_place(const Params& p, uint32_t index) {
-  const uint32_t splits = p.splits;
+  const uint32_t splits = p.splits.count;
   FwdPlace place;
   place.slice = p.slices_v.remainder(index);
   index = p.slices_v.quotient(index);

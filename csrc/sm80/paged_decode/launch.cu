@@ -40,9 +40,7 @@ int access_of(const void* data, std::initializer_list<int64_t> strides, int64_t 
               int element_bytes) {
   int64_t bits = reinterpret_cast<int64_t>(data) | width * element_bytes;
   for (int64_t stride : strides) bits |= stride * element_bytes;
-  int access = 16;
-  while (bits % access) access /= 2;
-  return access;
+  return common_access(bits);
 }
 
 }  // namespace
@@ -78,14 +76,13 @@ void PagedDecodeParams::set_workspace(void* workspace) {
 void plan_paged_decode(PagedDecodeParams& p, const DeviceLimits& device) {
   p.row = choose_row(p, device);
   const PagedDecodeConfig& c = kPagedDecodeKernels[p.row].config;
-  const auto divisor = [](int64_t n) { return Divisor(static_cast<uint32_t>(n)); };
   const int64_t blocks = std::min<int64_t>(device.multiprocessors * c.min_blocks, kMostBlocks);
   p.schedule = {c.rows,
                 INT32_MAX,
-                divisor(std::max<int64_t>(blocks / std::max<int64_t>(p.heads_kv, 1), 1)),
-                divisor(p.heads_kv),
-                divisor(p.group()),
-                divisor(p.table.page_size)};
+                Divisor(std::max<int64_t>(blocks / std::max<int64_t>(p.heads_kv, 1), 1)),
+                Divisor(p.heads_kv),
+                Divisor(p.group()),
+                Divisor(p.table.page_size)};
   p.access_q = access_of(p.q.data, {p.q.row, p.q.head}, p.dim, element_bytes(p.q.dtype));
   p.access_k = access_of(p.k.data, {p.k.page, p.k.token, p.k.head}, p.dim, c.cache_bytes);
   p.access_v = access_of(p.v.data, {p.v.page, p.v.token, p.v.head}, p.dim_v, c.cache_bytes);

@@ -6,13 +6,16 @@
 
 namespace flashbpt::sm80 {
 
-// Units of a team's share, of which the last team that has any may have fewer. Rounded up by an
-// eighth at most, to a power of two times a small number: so that where items have such lengths the
-// ends of shares are those of items, and nothing is split.
-__device__ inline int share_of(const PagedSchedule& s, int units) {
+// Units of a team's share, of which the last team that has any may have fewer. Where all requests
+// have n units (else n is 0) it is rounded up, by an eighth at most, so that the ends of shares are
+// those of requests, or that a request is so many shares: little is split then, and teams whose
+// requests begin with the same pages read them at the same time.
+__device__ inline int share_of(const PagedSchedule& s, int units, int n) {
   const int share = static_cast<int>(s.teams.quotient(units + s.teams.value() - 1));
-  const int shift = max(0, 28 - __clz(share));
-  return (share + (1 << shift) - 1) >> shift << shift;
+  if (n == 0 || share == 0) return share;
+  const int parts = n / share;
+  const int whole = parts > 0 ? (n + parts - 1) / parts : (share + n - 1) / n * n;
+  return whole <= share + share / 8 ? whole : share;
 }
 
 struct PagedRequest {
@@ -51,18 +54,18 @@ struct Segment {
   int batch;  // index of the request
   int row_tile;
   int begin, end;  // keys
-  bool first;      // it begins with the item's first unit
   int before;      // units of the item that are earlier teams'
   int after;       // and later teams'
 
-  __device__ bool whole() const { return first && after == 0; }
+  __device__ bool begins() const { return before == 0; }  // with the item's first unit
+  __device__ bool whole() const { return before == 0 && after == 0; }
 };
 
 // The segments of a share, one after the other.
 template <PagedDecodeConfig kConfig>
 struct Segments {
-  int batch,
-      unit;  // where the next one begins: a unit counted from a request's first, there or later
+  // Where the next one begins: a unit, counted from the first of a request, there or later.
+  int batch, unit;
   int left;  // units
 
   // False at the end of the share.
@@ -78,7 +81,6 @@ struct Segments {
     const int from = unit - segment.row_tile * r.key_units, count = min(left, r.key_units - from);
     segment.begin = r.first + from * kConfig.unit_keys();
     segment.end = min(segment.begin + count * kConfig.unit_keys(), r.length);
-    segment.first = from == 0;
     segment.before = from;
     segment.after = r.key_units - from - count;
     unit += count;
@@ -95,6 +97,7 @@ struct PagedShare {
   Segment first;
   Segments<kConfig> others;
   int warp_units[kConfig.warps];
+  int first_units;  // of the first thread's requests
 };
 
 // The whole block calls it. Neighbouring requests are a thread's; their sums, added up over the
@@ -116,6 +119,7 @@ __device__ void find_share(const PagedParams& p, const PagedSchedule& s, int tea
     if (lane >= d) upto += before;
   }
   if (lane == 31) share.warp_units[warp] = upto;
+  if (threadIdx.x == 0) share.first_units = mine;
   __syncthreads();  // the warps' units are there
   int units = 0;
 #pragma unroll
@@ -123,7 +127,10 @@ __device__ void find_share(const PagedParams& p, const PagedSchedule& s, int tea
     if (w < warp) upto += share.warp_units[w];
     units += share.warp_units[w];
   }
-  const int whole = share_of(s, units), begin = min(team * whole, units);
+  const int first_requests = min(each, batch), n = share.first_units / first_requests;
+  const bool uniform = int64_t{share.first_units} * batch == int64_t{units} * first_requests;
+  const int whole = share_of(s, units, uniform ? n : 0);
+  const int begin = min(team * whole, units);
   if (threadIdx.x == 0) share.each = whole, share.any = begin < units;
   const int unit = begin - (upto - mine);
   if (unit >= 0 && unit < mine) {

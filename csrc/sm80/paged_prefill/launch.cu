@@ -50,7 +50,7 @@ int paged_prefill_splits(const PagedParams& p, const DeviceLimits& device) {
   return static_cast<int>(std::clamp<int64_t>(std::min(slots / blocks, most), 1, 32));
 }
 
-void launch_paged_prefill(const PagedParams& paged, const PagedPrefillSplits& splits,
+void launch_paged_prefill(const PagedParams& paged, const KeySplits& splits,
                           const DeviceLimits& device, cudaStream_t stream) {
   const size_t row = choose_row(paged, device);
   const AttnFwdConfig& c = kPagedPrefillKernels[row].config;
@@ -68,9 +68,8 @@ void launch_paged_prefill(const PagedParams& paged, const PagedPrefillSplits& sp
   p.cu_seqlens_int64 = paged.cu_seqlens_q.int64;
   p.scale = paged.scale, p.softcap = paged.softcap, p.band = paged.band;
   p.total_heads = p.heads_q;
-  const auto divisor = [](int64_t n) { return Divisor(static_cast<uint32_t>(n)); };
   p.pages.table = paged.table;
-  p.pages.page_size = divisor(paged.table.page_size);
+  p.pages.page_size = Divisor(paged.table.page_size);
   p.pages.k_page = paged.k.page * 2, p.pages.v_page = paged.v.page * 2;
   p.pages.few_rows = paged_decode_rows(paged);
   // The pages of a cache as batch elements: their rows are the heads' tokens.
@@ -79,10 +78,8 @@ void launch_paged_prefill(const PagedParams& paged, const PagedPrefillSplits& sp
     t.batch = cache.page;
     return row_access(t, 2, p.heads_kv, 2);
   };
-  p.splits = splits.count;
-  p.split_out = splits.out, p.split_lse = splits.lse;
-  p.split_out_stride = splits.out_stride, p.split_lse_stride = splits.lse_stride;
-  const TensorView& out = p.splits > 1 ? p.split_out : p.out;
+  p.splits = splits;
+  const TensorView& out = splits.count > 1 ? splits.out : p.out;
   p.access = {row_access(p.q, 1, p.heads_q, p.len_q), access(paged.k), access(paged.v),
               row_access(out, 1, p.heads_q, p.len_q), 0};
   const auto chunks = [&](const CacheView& cache, int64_t width, PagedChunks& strides) {
@@ -93,16 +90,16 @@ void launch_paged_prefill(const PagedParams& paged, const PagedPrefillSplits& sp
                          chunks(paged.k, p.dim, p.pages.k_chunks) &&
                          chunks(paged.v, p.dim_v, p.pages.v_chunks);
   p.slices_qk = 1;
-  p.heads = divisor(p.heads_q);
-  p.group_heads = divisor(p.group());
-  p.key_parts = divisor(p.splits);
-  p.slices_v = divisor(1);
+  p.heads = Divisor(p.heads_q);
+  p.group_heads = Divisor(p.group());
+  p.key_parts = Divisor(splits.count);
+  p.slices_v = Divisor(1);
   p.score = score_unit(p);
   const int64_t tiles = ceil_div(p.len_q, c.block_q) + p.batch;
   p.order = TileOrder::make(tiles, p.heads_q, p.group(), 0, device.l2_bytes,
                             p.band.right != Band::kNoLimit);
   (paged.q.dtype == DataType::kBFloat16 ? launch_paged_prefill_bf16 : launch_paged_prefill_fp16)(
-      row, static_cast<unsigned>(tiles * p.heads_q * p.splits), p, stream);
+      row, static_cast<unsigned>(tiles * p.heads_q * splits.count), p, stream);
 }
 
 }  // namespace flashbpt::sm80
