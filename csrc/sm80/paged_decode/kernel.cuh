@@ -352,8 +352,7 @@ struct PagedDecode {
     const int64_t out = token * p.out.row + at.head * p.out.head + first;
     float* const partial =
         p.partial_out +
-        int64_t{p.schedule.partial_row(team, kv_head, s.begins(), m0 + r)} * p.partial_width() +
-        first;
+        int64_t{p.schedule.partial_row(team, kv_head, s.first, m0 + r)} * p.partial_width() + first;
     uint32_t rows[kWarps];
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) rows[w] = merged_row(w, r);
@@ -381,7 +380,7 @@ struct PagedDecode {
     if (s.whole())
       static_cast<float*>(p.lse.data)[token * p.lse.row + at.head] = weights.lse;
     else
-      p.partial_lse[p.schedule.partial_lse(team, kv_head, s.begins(), m0 + r)] = weights.lse;
+      p.partial_lse[p.schedule.partial_lse(team, kv_head, s.first, m0 + r)] = weights.lse;
   }
 };
 

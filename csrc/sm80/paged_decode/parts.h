@@ -87,7 +87,7 @@ class PagedParts {
     const unsigned step = before == 0 ? 0x80000000u - (split.parts - 1) : 1;
     split.arrived = ptx::add_acquire_release(barrier(split), step);
     split.last = (split.arrived ^ (split.arrived + step)) >> 31;
-    smem_.splits[s.begins()] = split;
+    smem_.splits[s.first] = split;
   }
 
   // At the end of the share. store(at, x, columns): four columns of the output, or what is left.

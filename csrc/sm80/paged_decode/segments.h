@@ -54,11 +54,11 @@ struct Segment {
   int batch;  // index of the request
   int row_tile;
   int begin, end;  // keys
+  bool first;      // before is 0: a flag takes fewer registers
   int before;      // units of the item that are earlier teams'
   int after;       // and later teams'
 
-  __device__ bool begins() const { return before == 0; }  // with the item's first unit
-  __device__ bool whole() const { return before == 0 && after == 0; }
+  __device__ bool whole() const { return first && after == 0; }
 };
 
 // The segments of a share, one after the other.
@@ -81,6 +81,7 @@ struct Segments {
     const int from = unit - segment.row_tile * r.key_units, count = min(left, r.key_units - from);
     segment.begin = r.first + from * kConfig.unit_keys();
     segment.end = min(segment.begin + count * kConfig.unit_keys(), r.length);
+    segment.first = from == 0;
     segment.before = from;
     segment.after = r.key_units - from - count;
     unit += count;
