@@ -281,9 +281,10 @@ int main(int count, char** arguments) {
   Random random(std::random_device{}());
   const std::string wanted = count > 1 ? arguments[1] : "";
   const bool ok = !wanted.empty() || check_all(random);
-  std::vector<int> skewed;
-  for (int i = 0; i < 60; ++i) skewed.push_back(1024 + i * 17);
-  for (int i = 0; i < 4; ++i) skewed.push_back(32768);
+  Random same(0);  // as in benchmarks
+  std::vector<int> skewed(4, 32768);
+  for (int i = 0; i < 60; ++i) skewed.push_back(1 + same() % 2048);
+  std::shuffle(skewed.begin(), skewed.end(), same);
   for (const auto [heads_q, heads_kv] : {std::pair(32, 32), {32, 8}, {64, 8}, {32, 1}})
     for (const auto& [b, length] : {std::pair(1, 8192),
                                     {1, 131072},

@@ -54,11 +54,11 @@ int64_t PagedDecodeParams::most_units() const {
   const int64_t request_rows = std::min<int64_t>(tokens, schedule.most_rows) * group();
   const int64_t tiles =
       std::min(tokens * group() / c.rows + batch, batch * ceil_div(request_rows, c.rows));
-  const int64_t units = tiles * std::max<int64_t>(ceil_div(table.most_keys, c.unit_keys()), 1);
+  const int64_t key_units = ceil_div(table.most_keys, c.unit_keys());
+  const int64_t units = tiles * (std::max<int64_t>(key_units, 1) + kItemExtra);
   if (!table.indptr) return units;
   // The entries of CSR are those of all requests.
-  return std::min(
-      units, ceil_div(request_rows, c.rows) * (ceil_div(table.most_keys, c.unit_keys()) + batch));
+  return std::min(units, ceil_div(request_rows, c.rows) * (key_units + batch * (1 + kItemExtra)));
 }
 
 int64_t PagedDecodeParams::workspace_bytes() const {

@@ -16,6 +16,10 @@ namespace flashbpt::sm80 {
 constexpr int kMostBlocks = 1280;
 constexpr int64_t kMostUnits = int64_t{1} << 30;
 
+// What an item costs beside its keys, in units: Q, and the merge of its warps. Counted where
+// requests differ; where they are the same all teams have as many items.
+constexpr int kItemExtra = 2;
+
 struct PagedSchedule {
   int tile_rows;  // of an item
   int most_rows;  // requests with more rows are another kernel's

@@ -25,7 +25,7 @@ struct PagedRequest {
   int first;            // key of the first unit
   int key_units;        // of an item
   int tiles;            // of rows: items
-  __device__ int units() const { return tiles * key_units; }
+  __device__ int units(int item_extra) const { return tiles * (key_units + item_extra); }
 };
 
 __device__ inline int rows_of(const PagedParams& p, int request) {
@@ -66,27 +66,32 @@ template <PagedDecodeConfig kConfig>
 struct Segments {
   // Where the next one begins: a unit, counted from the first of a request, there or later.
   int batch, unit;
-  int left;  // units
+  int left;        // units
+  int item_extra;  // units that an item counts for beside its own
 
   // False at the end of the share.
   __device__ bool next(const PagedParams& p, const PagedSchedule& s, Segment& segment) {
-    if (left == 0) return false;
     PagedRequest& r = segment.request;
-    while (unit >= (r = request_of<kConfig>(p, s, batch)).units()) {
-      unit -= r.units();
-      ++batch;
+    while (left > 0) {
+      while (unit >= (r = request_of<kConfig>(p, s, batch)).units(item_extra)) {
+        unit -= r.units(item_extra);
+        ++batch;
+      }
+      const int item = r.key_units + item_extra;
+      segment.batch = batch;
+      segment.row_tile = r.tiles == 1 ? 0 : unit / item;
+      const int from = unit - segment.row_tile * item, count = min(left, item - from);
+      unit += count;
+      left -= count;
+      if (from >= r.key_units) continue;  // what an item costs beside its keys
+      segment.begin = r.first + from * kConfig.unit_keys();
+      segment.end = min(segment.begin + count * kConfig.unit_keys(), r.length);
+      segment.first = from == 0;
+      segment.before = from;
+      segment.after = max(r.key_units - from - count, 0);
+      return true;
     }
-    segment.batch = batch;
-    segment.row_tile = r.tiles == 1 ? 0 : unit / r.key_units;
-    const int from = unit - segment.row_tile * r.key_units, count = min(left, r.key_units - from);
-    segment.begin = r.first + from * kConfig.unit_keys();
-    segment.end = min(segment.begin + count * kConfig.unit_keys(), r.length);
-    segment.first = from == 0;
-    segment.before = from;
-    segment.after = r.key_units - from - count;
-    unit += count;
-    left -= count;
-    return true;
+    return false;
   }
 };
 
@@ -97,8 +102,7 @@ struct PagedShare {
   bool any;  // of this one
   Segment first;
   Segments<kConfig> others;
-  int warp_units[kConfig.warps];
-  int first_units;  // of the first thread's requests
+  alignas(16) int warp_units[kConfig.warps];  // alone in what one load may take
 };
 
 // The whole block calls it. Neighbouring requests are a thread's; their sums, added up over the
@@ -110,9 +114,19 @@ __device__ void find_share(const PagedParams& p, const PagedSchedule& s, int tea
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int batch = static_cast<int>(p.batch), each = (batch + 32 * kWarps - 1) / (32 * kWarps);
   const int first = threadIdx.x * each, last = min(first + each, batch);
-  int mine = 0;
+  const int same = request_of<kConfig>(p, s, 0).units(0);
+  int mine = 0, items = 0;
+  bool differ = false;
 #pragma unroll 1
-  for (int b = first; b < last; ++b) mine += request_of<kConfig>(p, s, b).units();
+  for (int b = first; b < last; ++b) {
+    const PagedRequest r = request_of<kConfig>(p, s, b);
+    mine += r.units(0);
+    items += r.tiles;
+    differ |= r.units(0) != same;
+  }
+  differ = __syncthreads_or(differ);
+  const int item_extra = differ ? kItemExtra : 0;
+  mine += items * item_extra;
   int upto = mine;
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
@@ -120,7 +134,6 @@ __device__ void find_share(const PagedParams& p, const PagedSchedule& s, int tea
     if (lane >= d) upto += before;
   }
   if (lane == 31) share.warp_units[warp] = upto;
-  if (threadIdx.x == 0) share.first_units = mine;
   __syncthreads();  // the warps' units are there
   int units = 0;
 #pragma unroll
@@ -128,15 +141,15 @@ __device__ void find_share(const PagedParams& p, const PagedSchedule& s, int tea
     if (w < warp) upto += share.warp_units[w];
     units += share.warp_units[w];
   }
-  const int first_requests = min(each, batch), n = share.first_units / first_requests;
-  const bool uniform = int64_t{share.first_units} * batch == int64_t{units} * first_requests;
-  const int whole = share_of(s, units, uniform ? n : 0);
-  const int begin = min(team * whole, units);
-  if (threadIdx.x == 0) share.each = whole, share.any = begin < units;
+  const int whole = share_of(s, units, differ ? 0 : same), begin = min(team * whole, units);
+  if (threadIdx.x == 0) {
+    share.each = whole;
+    if (begin == units) share.any = false;
+  }
   const int unit = begin - (upto - mine);
   if (unit >= 0 && unit < mine) {
-    Segments<kConfig> segments{first, unit, min(whole, units - begin)};
-    segments.next(p, s, share.first);
+    Segments<kConfig> segments{first, unit, min(whole, units - begin), item_extra};
+    share.any = segments.next(p, s, share.first);
     share.others = segments;
   }
   __syncthreads();  // the share is there
