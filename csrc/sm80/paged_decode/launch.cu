@@ -55,10 +55,11 @@ int64_t PagedDecodeParams::most_units() const {
   const int64_t tiles =
       std::min(tokens * group() / c.rows + batch, batch * ceil_div(request_rows, c.rows));
   const int64_t key_units = ceil_div(table.most_keys, c.unit_keys());
-  const int64_t units = tiles * (std::max<int64_t>(key_units, 1) + kItemExtra);
+  const int64_t units = tiles * (std::max<int64_t>(key_units, 1) + item_extra(c.rows));
   if (!table.indptr) return units;
   // The entries of CSR are those of all requests.
-  return std::min(units, ceil_div(request_rows, c.rows) * (key_units + batch * (1 + kItemExtra)));
+  return std::min(units,
+                  ceil_div(request_rows, c.rows) * (key_units + batch * (1 + item_extra(c.rows))));
 }
 
 int64_t PagedDecodeParams::workspace_bytes() const {

@@ -18,7 +18,9 @@ constexpr int64_t kMostUnits = int64_t{1} << 30;
 
 // What an item costs beside its keys, in units: Q, and the merge of its warps. Counted where
 // requests differ; where they are the same all teams have as many items.
-constexpr int kItemExtra = 2;
+constexpr int item_extra(int tile_rows) {
+  return tile_rows / 8;
+}
 
 struct PagedSchedule {
   int tile_rows;  // of an item

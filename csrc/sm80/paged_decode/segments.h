@@ -25,7 +25,7 @@ struct PagedRequest {
   int first;            // key of the first unit
   int key_units;        // of an item
   int tiles;            // of rows: items
-  __device__ int units(int item_extra) const { return tiles * (key_units + item_extra); }
+  __device__ int units(int extra) const { return tiles * (key_units + extra); }
 };
 
 __device__ inline int rows_of(const PagedParams& p, int request) {
@@ -66,18 +66,18 @@ template <PagedDecodeConfig kConfig>
 struct Segments {
   // Where the next one begins: a unit, counted from the first of a request, there or later.
   int batch, unit;
-  int left;        // units
-  int item_extra;  // units that an item counts for beside its own
+  int left;   // units
+  int extra;  // units that an item counts for beside its own
 
   // False at the end of the share.
   __device__ bool next(const PagedParams& p, const PagedSchedule& s, Segment& segment) {
     PagedRequest& r = segment.request;
     while (left > 0) {
-      while (unit >= (r = request_of<kConfig>(p, s, batch)).units(item_extra)) {
-        unit -= r.units(item_extra);
+      while (unit >= (r = request_of<kConfig>(p, s, batch)).units(extra)) {
+        unit -= r.units(extra);
         ++batch;
       }
-      const int item = r.key_units + item_extra;
+      const int item = r.key_units + extra;
       segment.batch = batch;
       segment.row_tile = r.tiles == 1 ? 0 : unit / item;
       const int from = unit - segment.row_tile * item, count = min(left, item - from);
@@ -125,8 +125,8 @@ __device__ void find_share(const PagedParams& p, const PagedSchedule& s, int tea
     differ |= r.units(0) != same;
   }
   differ = __syncthreads_or(differ);
-  const int item_extra = differ ? kItemExtra : 0;
-  mine += items * item_extra;
+  const int extra = differ ? item_extra(kConfig.rows) : 0;
+  mine += items * extra;
   int upto = mine;
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
@@ -148,7 +148,7 @@ __device__ void find_share(const PagedParams& p, const PagedSchedule& s, int tea
   }
   const int unit = begin - (upto - mine);
   if (unit >= 0 && unit < mine) {
-    Segments<kConfig> segments{first, unit, min(whole, units - begin), item_extra};
+    Segments<kConfig> segments{first, unit, min(whole, units - begin), extra};
     share.any = segments.next(p, s, share.first);
     share.others = segments;
   }
