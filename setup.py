@@ -31,9 +31,18 @@ CPP_SOURCES = [
     "csrc/attention_call.cpp",
     "csrc/attention_cpu.cpp",
     "csrc/attention_sm80.cpp",
+    "csrc/block_elementwise.cpp",
+    "csrc/block_elementwise_sm80.cpp",
+    "csrc/block_offload.cpp",
+    "csrc/blockwise.cpp",
+    "csrc/blockwise_check.cpp",
+    "csrc/blockwise_ffn.cpp",
+    "csrc/blockwise_ops.cpp",
     "csrc/device_limits.cpp",
     "csrc/aten/attention.cpp",
+    "csrc/aten/block_elementwise.cpp",
     "csrc/dropout.cpp",
+    "csrc/linear.cpp",
     "csrc/merge_states.cpp",
     "csrc/paged.cpp",
     "csrc/paged_call.cpp",
@@ -48,6 +57,8 @@ CPP_SOURCES = [
     "csrc/cpu/paged.cpp",
 ]
 CUDA_SOURCES = [
+    "csrc/sm80/activation/launch.cu",
+    "csrc/sm80/add_partials/launch.cu",
     "csrc/sm80/append_kv/launch.cu",
     "csrc/sm80/attn_bwd/launch.cu",
     "csrc/sm80/attn_bwd/launch_bf16.cu",
@@ -76,6 +87,9 @@ CUDA_SOURCES = [
     "csrc/sm80/paged_prefill/launch_bf16.cu",
     "csrc/sm80/paged_prefill/launch_fp16.cu",
     "csrc/sm80/rng_state/launch.cu",
+    "csrc/sm80/rope/launch.cu",
+    "csrc/sm80/row_dropout/launch.cu",
+    "csrc/sm80/row_norm/launch.cu",
 ]
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall"]
 NVCC_FLAGS = ["-O3", "--std=c++20", "--expt-relaxed-constexpr", "-lineinfo"]

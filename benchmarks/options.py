@@ -14,6 +14,7 @@ Function = TypeVar("Function", bound=Callable | None)
 class Options:
     quick: bool = False  # a check in seconds, no measurement
     fp16: bool = False  # rows in fp16 beside those in bf16
+    big: bool = False  # rows that take a minute each
     only: list[re.Pattern] = field(default_factory=list)  # all of them match a row that runs
     peers: list[str] | None = None  # those to measure, None for all
 

@@ -121,6 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="seconds; a check, no measurement")
     parser.add_argument("--backend", default="auto", help="as flashbpt.use_backend takes it")
     parser.add_argument("--fp16", action="store_true", help="rows in fp16 too, on CUDA")
+    parser.add_argument("--big", action="store_true", help="block: 524288 tokens too, a minute")
     parser.add_argument(
         "--only",
         action="append",
@@ -133,7 +134,9 @@ def main(arguments: list[str] | None = None) -> None:
         "--peer", action="append", choices=PEER_NAMES + SELF_NAMES, help="default: all of them"
     )
     args = parser.parse_args(arguments)
-    options = Options(quick=args.quick, fp16=args.fp16, only=args.only, peers=args.peer)
+    options = Options(
+        quick=args.quick, fp16=args.fp16, big=args.big, only=args.only, peers=args.peer
+    )
     whole = not (args.quick or args.only or args.peer)
     out = args.out or (HERE / "results" if whole else None)
     with flashbpt.use_backend(args.backend):

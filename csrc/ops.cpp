@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include "attention.h"
+#include "blockwise.h"
 #include "merge_states.h"
 #include "paged.h"
 
@@ -37,6 +38,30 @@ const std::string kPaged =
     "Tensor? key_scale, Tensor? value_scale, SymInt? max_seqlen_q, float? scale, bool causal, "
     "SymInt window_left, SymInt window_right, float softcap, int backend";
 constexpr size_t kPagedCount = 22;
+
+// What a transformer block reads: x, its weights as blockwise.h orders them, then its options.
+const std::string kBlock =
+    "Tensor x, Tensor? norm1, Tensor? norm1_bias, Tensor wq, Tensor? bq, Tensor wk, Tensor? bk, "
+    "Tensor wv, Tensor? bv, Tensor? q_norm, Tensor? k_norm, Tensor? sinks, Tensor wo, Tensor? bo, "
+    "Tensor? norm2, Tensor? norm2_bias, Tensor? w_gate, Tensor? b_gate, Tensor w_up, Tensor? b_up, "
+    "Tensor w_down, Tensor? b_down, Tensor? cos, Tensor? sin, Tensor? cu_seqlens, "
+    "Tensor? rng_state, int heads, int kv_heads, int norm, float eps, int activation, bool rotary, "
+    "bool interleaved, float rope_theta, float? scale, SymInt window_left, float softcap, "
+    "float attention_dropout, float residual_dropout, int save, bool offload, SymInt rows, int "
+    "backend";
+constexpr size_t kBlockCount = 26 + 17;
+const std::string kBlockSaved =
+    "Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, Tensor h, Tensor gate, Tensor up, "
+    "Tensor x_host";
+constexpr size_t kBlockSavedCount = 9;
+const std::string kBlockGradients =
+    "(Tensor x, Tensor norm1, Tensor norm1_bias, Tensor wq, Tensor bq, Tensor wk, Tensor bk, "
+    "Tensor wv, Tensor bv, Tensor q_norm, Tensor k_norm, Tensor sinks, Tensor wo, Tensor bo, "
+    "Tensor norm2, Tensor norm2_bias, Tensor w_gate, Tensor b_gate, Tensor w_up, Tensor b_up, "
+    "Tensor w_down, Tensor b_down)";
+const std::string kFfn =
+    "Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
+    "Tensor? b_down, int activation, SymInt rows";
 
 AttentionOptions options_at(Arguments a) {
   const auto tensor = [&](size_t i) { return a[i].toOptional<at::Tensor>(); };
@@ -91,9 +116,62 @@ PagedOptions paged_options_at(Arguments a) {
           a[21].toInt()};
 }
 
-std::array<bool, 6> need_at(const c10::IValue& value) {
+at::Tensor tensor_or_none(const c10::IValue& value) {
+  return value.isNone() ? at::Tensor() : value.toTensor();
+}
+
+BlockInputs block_inputs_at(Arguments a) {
+  const auto tensor = [&](size_t i) { return a[i].toOptional<at::Tensor>(); };
+  constexpr size_t n = 1 + kBlockWeights;
+  return {a[0].toTensor(), tensor(n), tensor(n + 1), tensor(n + 2), tensor(n + 3)};
+}
+
+BlockTensors block_weights_at(Arguments a) {
+  BlockTensors weights;
+  for (size_t i = 0; i < kBlockWeights; ++i) weights[i] = tensor_or_none(a[1 + i]);
+  return weights;
+}
+
+BlockConfig block_config_at(Arguments arguments) {
+  const Arguments a = arguments.slice(1 + kBlockWeights + 4);
+  return {a[0].toInt(),
+          a[1].toInt(),
+          static_cast<NormKind>(a[2].toInt()),
+          a[3].toDouble(),
+          static_cast<Activation>(a[4].toInt()),
+          a[5].toBool(),
+          a[6].toBool(),
+          a[7].toDouble(),
+          a[8].toOptional<double>(),
+          a[9].toInt(),
+          a[10].toDouble(),
+          a[11].toDouble(),
+          a[12].toDouble(),
+          static_cast<BlockSave>(a[13].toInt()),
+          a[14].toBool(),
+          a[15].toInt(),
+          /*deterministic=*/false,
+          a[16].toInt()};
+}
+
+BlockSaved block_saved_at(Arguments a) {
+  const auto tensor = [&](size_t i) {
+    const at::Tensor& t = a[i].toTensor();
+    return t.numel() == 0 ? at::Tensor() : t;
+  };
+  return {tensor(0), tensor(1), tensor(2), tensor(3), tensor(4),
+          tensor(5), tensor(6), tensor(7), tensor(8)};
+}
+
+FfnWeights ffn_weights_at(Arguments a) {
+  return {tensor_or_none(a[1]), a[2].toTensor(),      a[3].toTensor(),
+          tensor_or_none(a[4]), tensor_or_none(a[5]), tensor_or_none(a[6])};
+}
+
+template <size_t kCount>
+std::array<bool, kCount> need_at(const c10::IValue& value) {
   const auto list = value.toBoolList();
-  std::array<bool, 6> need{};
+  std::array<bool, kCount> need{};
   std::copy(list.begin(), list.end(), need.begin());
   return need;
 }
@@ -104,7 +182,10 @@ void call(const c10::OperatorHandle& op, Stack* stack, const F& f) {
   const size_t n = op.schema().arguments().size();
   const auto results = f(torch::jit::last(*stack, n));
   torch::jit::drop(*stack, n);
-  std::apply([&](const auto&... r) { (stack->emplace_back(r), ...); }, results);
+  if constexpr (std::is_same_v<decltype(results), const std::vector<at::Tensor>>)
+    stack->insert(stack->end(), results.begin(), results.end());
+  else
+    std::apply([&](const auto&... r) { (stack->emplace_back(r), ...); }, results);
 }
 
 void forward_op(const c10::OperatorHandle& op, Stack* stack) {
@@ -119,7 +200,8 @@ void backward_op(const c10::OperatorHandle& op, Stack* stack) {
     constexpr size_t n = kSavedCount + kOptionCount;
     return attention_backward(a[0].toTensor(), a[1].toOptional<at::Tensor>(), a[2].toTensor(),
                               a[3].toTensor(), a[4].toTensor(), saved_at(a),
-                              options_at(a.slice(kSavedCount)), a[n].toBool(), need_at(a[n + 1]));
+                              options_at(a.slice(kSavedCount)), a[n].toBool(),
+                              need_at<6>(a[n + 1]));
   });
 }
 
@@ -129,7 +211,7 @@ void backward_accumulate_op(const c10::OperatorHandle& op, Stack* stack) {
     return attention_backward_accumulate(
         a[0].toTensor(), a[1].toOptional<at::Tensor>(), a[2].toTensor(), a[3].toTensor(),
         a[4].toTensor(), saved_at(a), options_at(a.slice(kSavedCount)), a[n].toBool(),
-        need_at(a[n + 1]), a[n + 2].toTensor(), a[n + 3].toTensor());
+        need_at<6>(a[n + 1]), a[n + 2].toTensor(), a[n + 3].toTensor());
   });
 }
 
@@ -180,6 +262,47 @@ void append_op(const c10::OperatorHandle& op, Stack* stack) {
   });
 }
 
+void block_forward_op(const c10::OperatorHandle& op, Stack* stack) {
+  call(op, stack, [](Arguments a) {
+    return block_forward(block_inputs_at(a), block_weights_at(a), block_config_at(a),
+                         a[kBlockCount].toBool(), a[kBlockCount + 1].toBool());
+  });
+}
+
+// main_grads and into are there in the accumulating op alone.
+template <bool kAccumulate>
+void block_backward_op(const c10::OperatorHandle& op, Stack* stack) {
+  call(op, stack, [](Arguments a) {
+    const Arguments block = a.slice(1);
+    const Arguments rest = block.slice(kBlockCount);
+    BlockConfig config = block_config_at(block);
+    config.deterministic = rest[kBlockSavedCount].toBool();
+    MainGradients main;
+    if constexpr (kAccumulate)
+      main = {rest[kBlockSavedCount + 2].toTensorVector(),
+              rest[kBlockSavedCount + 3].toIntVector()};
+    return block_backward(a[0].toTensor(), block_inputs_at(block), block_weights_at(block), config,
+                          block_saved_at(rest),
+                          need_at<kBlockWeights + 1>(rest[kBlockSavedCount + 1]), main);
+  });
+}
+
+void ffn_forward_op(const c10::OperatorHandle& op, Stack* stack) {
+  call(op, stack, [](Arguments a) {
+    return std::make_tuple(blockwise_ffn_forward(
+        a[0].toTensor(), ffn_weights_at(a), static_cast<Activation>(a[7].toInt()), a[8].toInt()));
+  });
+}
+
+void ffn_backward_op(const c10::OperatorHandle& op, Stack* stack) {
+  call(op, stack, [](Arguments a) {
+    const Arguments ffn = a.slice(1);
+    return ffn_backward(a[0].toTensor(), ffn[0].toTensor(), ffn_weights_at(ffn),
+                        static_cast<Activation>(ffn[7].toInt()), ffn[8].toInt(),
+                        need_at<7>(ffn[9]));
+  });
+}
+
 // The ops have no derivative of their own: the public functions of the Python package hold it. An
 // input that wants a gradient is refused here, so that none is ever lost without a word.
 void refuse_tensor(const c10::OperatorHandle& op, const at::Tensor& t, const char* advice) {
@@ -211,7 +334,11 @@ void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stac
   std::vector<at::Tensor> written;
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (arguments[i].alias_info() && arguments[i].alias_info()->isWrite()) {
-      written.push_back(torch::jit::peek(*stack, i, arguments.size()).toTensor());
+      const c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
+      if (value.isTensor())
+        written.push_back(value.toTensor());
+      else
+        for (const at::Tensor& t : value.toTensorVector()) written.push_back(t);
     }
   }
   {
@@ -222,14 +349,19 @@ void bump_versions(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stac
 }
 
 const char* const kUsePublic =
-    "Call flashbpt.attention, flashbpt.varlen_attention or flashbpt.merge_attention_states, which "
-    "are differentiable, or wrap the call in torch.no_grad().";
+    "Call flashbpt.attention, flashbpt.varlen_attention, flashbpt.merge_attention_states, "
+    "flashbpt.transformer_block or flashbpt.blockwise_ffn, which are differentiable, or wrap the "
+    "call in torch.no_grad().";
 const char* const kNoPagedDerivative =
     "Attention over a cache is for inference: wrap the call in torch.no_grad(), or train through "
     "flashbpt.attention or flashbpt.varlen_attention.";
 const char* const kNoDoubleBackward =
     "flashbpt has no double backward; use torch.nn.functional.scaled_dot_product_attention under "
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for it.";
+
+const char* const kNoBlockDoubleBackward =
+    "flashbpt's transformer block and FFN have no double backward; write the layer with torch's "
+    "own functions for it.";
 
 // CPU and CUDA share the host functions, which choose the kernel by device and capability.
 void register_kernels(torch::Library& m) {
@@ -244,6 +376,14 @@ void register_kernels(torch::Library& m) {
   m.impl("paged_attention", torch::CppFunction::makeFromBoxedFunction<&paged_op>());
   m.impl("paged_attention_out", torch::CppFunction::makeFromBoxedFunction<&paged_out_op>());
   m.impl("append_paged_kv", torch::CppFunction::makeFromBoxedFunction<&append_op>());
+  m.impl("blockwise_ffn_forward", torch::CppFunction::makeFromBoxedFunction<&ffn_forward_op>());
+  m.impl("blockwise_ffn_backward", torch::CppFunction::makeFromBoxedFunction<&ffn_backward_op>());
+  m.impl("transformer_block_forward",
+         torch::CppFunction::makeFromBoxedFunction<&block_forward_op>());
+  m.impl("transformer_block_backward",
+         torch::CppFunction::makeFromBoxedFunction<&block_backward_op<false>>());
+  m.impl("transformer_block_backward_accumulate",
+         torch::CppFunction::makeFromBoxedFunction<&block_backward_op<true>>());
 }
 
 }  // namespace
@@ -283,6 +423,26 @@ TORCH_LIBRARY(flashbpt, m) {
       "Tensor slot_mapping, Tensor? cos, Tensor? sin, Tensor? positions, bool interleaved, "
       "Tensor? key_scale, Tensor? value_scale) -> ()",
       pure);
+  m.def(("blockwise_ffn_forward(" + kFfn + ") -> Tensor").c_str(), pure);
+  m.def(("blockwise_ffn_backward(Tensor grad_out, " + kFfn +
+         ", bool[7] need) -> (Tensor x, Tensor w_gate, Tensor w_up, Tensor w_down, Tensor b_gate, "
+         "Tensor b_up, Tensor b_down)")
+            .c_str(),
+        pure);
+  m.def(("transformer_block_forward(" + kBlock +
+         ", bool keep, bool return_kv) -> (Tensor y, Tensor keys, Tensor values, " + kBlockSaved +
+         ")")
+            .c_str(),
+        pure);
+  m.def(("transformer_block_backward(Tensor grad_out, " + kBlock + ", " + kBlockSaved +
+         ", bool deterministic, bool[22] need) -> " + kBlockGradients)
+            .c_str(),
+        pure);
+  m.def(("transformer_block_backward_accumulate(Tensor grad_out, " + kBlock + ", " + kBlockSaved +
+         ", bool deterministic, bool[22] need, Tensor(a!)[] main_grads, int[] into) -> " +
+         kBlockGradients)
+            .c_str(),
+        pure);
 }
 
 TORCH_LIBRARY_IMPL(flashbpt, CPU, m) {
@@ -309,14 +469,20 @@ TORCH_LIBRARY_IMPL(flashbpt, Autograd, m) {
          torch::CppFunction::makeFromBoxedFunction<&refuse_grad<&kNoDoubleBackward>>());
   m.impl("attention_backward_accumulate",
          torch::CppFunction::makeFromBoxedFunction<&refuse_grad<&kNoDoubleBackward>>());
-  m.impl("merge_attention_states",
-         torch::CppFunction::makeFromBoxedFunction<&refuse_grad<&kUsePublic>>());
+  for (const char* op :
+       {"merge_attention_states", "blockwise_ffn_forward", "transformer_block_forward"})
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_grad<&kUsePublic>>());
+  for (const char* op : {"blockwise_ffn_backward", "transformer_block_backward",
+                         "transformer_block_backward_accumulate"})
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&refuse_grad<&kNoBlockDoubleBackward>>());
 }
 
 TORCH_LIBRARY_IMPL(flashbpt, ADInplaceOrView, m) {
   m.impl("paged_attention_out", torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
   m.impl("append_paged_kv", torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
   m.impl("attention_backward_accumulate",
+         torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
+  m.impl("transformer_block_backward_accumulate",
          torch::CppFunction::makeFromBoxedFunction<&bump_versions>());
 }
 

@@ -21,9 +21,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from gpt import GPT, Settings, plain_names, rotate
 from torch import Tensor
 from tqdm import tqdm
-from train_gpt import GPT, Settings, load_attention, load_texts, rotate
+from train_gpt import load_attention, load_texts
 
 import flashbpt
 from flashbpt.kv_cache import OutOfPages, PagedKVCache, RadixCache
@@ -207,7 +208,8 @@ def load_model(checkpoint: Path, device: str) -> tuple[GPT, Settings]:
     conditions = {k: v for k, v in state["conditions"].items() if k != "bytes of text"}
     settings = Settings(**conditions)
     model = GPT(settings, load_attention("flashbpt")).to(device)
-    model.load_state_dict(state["model"])
+    weights = state["model"]
+    model.load_state_dict(plain_names(weights) if state.get("blockwise") else weights)
     return model.eval(), settings
 
 

@@ -3,11 +3,13 @@
     python examples/train_gpt.py                      # on the standard library's own sources
     python examples/train_gpt.py --data book.txt      # on any file
     python examples/train_gpt.py --attention sdpa     # the same model through PyTorch's attention
+    python examples/train_gpt.py --blockwise          # its layers as flashbpt.nn.TransformerBlock
     python examples/train_gpt.py --resume             # go on from the last checkpoint
 
-The model is today's usual decoder: pre-norm RMSNorm, rotary positions, grouped-query attention and
-SwiGLU. A fresh run first trains a few steps with both attentions from one seed and compares the
-losses. It leaves `checkpoint.pt`, `metrics.json` and `loss.png` in the output folder.
+The model (gpt.py) is today's usual decoder: pre-norm RMSNorm, rotary positions, grouped-query
+attention and SwiGLU. A fresh run first trains a few steps with both attentions from one seed and
+compares the losses. It leaves `checkpoint.pt`, `metrics.json`, `loss.png` and `memory.png` in the
+output folder.
 """
 
 from __future__ import annotations
@@ -19,51 +21,22 @@ import math
 import sysconfig
 import time
 import zlib
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from gpt import BYTES, GPT, Attention, Block, Settings, rotary_tables, to_blockwise
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from tqdm import tqdm
 
-Attention = Callable[..., Tensor]
 Texts = tuple[Tensor, Tensor]  # to train on, and held out
 
-BYTES = 256  # the vocabulary
 LN2 = math.log(2.0)
 TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}  # between the losses of the two attentions, in nats
 # Folders of the standard library that are not part of the text.
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """All that decides the course of a run; a checkpoint resumes only under equal settings."""
-
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    context: int
-    batch: int
-    steps: int
-    lr: float
-    warmup_steps: int = 50
-    final_lr: float = 0.05  # share of the peak
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.width % (2 * self.heads) or self.heads % self.kv_heads:
-            raise SystemExit(
-                "width must be a multiple of 2 * heads and heads of kv heads, "
-                f"got width {self.width}, heads {self.heads}, kv heads {self.kv_heads}"
-            )
-
 
 PRESETS = {
     "cpu": Settings(3, 256, 4, 2, context=256, batch=4, steps=500, lr=1.2e-3),
@@ -81,6 +54,7 @@ def parse_args() -> argparse.Namespace:
     add("--data", type=Path, help="file to learn; without it the standard library's sources")
     add("--out", type=Path, default=Path("runs/train_gpt"), help="folder for what the run leaves")
     add("--attention", choices=("flashbpt", "sdpa"), default="flashbpt", help="who computes it")
+    add("--blockwise", action="store_true", help="layers that keep no activations for the backward")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train")
     add("--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="bf16 is autocast")
     add("--minutes", type=float, default=3.0, help="time budget, 0 for none")
@@ -88,6 +62,7 @@ def parse_args() -> argparse.Namespace:
     add("--eval-every", type=int, default=50, help="steps between validations, and checkpoints")
     add("--stop-at", type=int, metavar="STEP", help="save and leave there, to be resumed later")
     add("--resume", action="store_true", help="go on from the checkpoint in the output folder")
+    add("--memory-tokens", type=int, default=8192, help="longest of the memory plot, 0 for none")
     add("--prompt", default="class Reader:\n    def ", help="what the sample continues")
     add("--sample-bytes", type=int, default=300, help="length of the sample")
     group = parser.add_argument_group("settings of the model and its training")
@@ -95,7 +70,10 @@ def parse_args() -> argparse.Namespace:
         kind = type(getattr(PRESETS["cpu"], field.name))
         name = "--" + field.name.replace("_", "-")
         group.add_argument(name, type=kind, default=argparse.SUPPRESS, metavar=kind.__name__)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.blockwise and args.attention != "flashbpt":
+        parser.error("--blockwise layers are flashbpt's, whose attention is --attention flashbpt")
+    return args
 
 
 def choose_device(attention: str) -> str:
@@ -172,68 +150,6 @@ def unigram_entropy(text: Tensor) -> float:
     return torch.special.entr(p).sum().item()
 
 
-# ---- Model ---------------------------------------------------------------------------------------
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions (RoFormer, arXiv:2104.09864): the two halves of a head turn together."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)), for x (B, S, width)."""
-
-    def __init__(self, s: Settings, attention: Attention) -> None:
-        super().__init__()
-        self.attention = attention
-        self.head_dim = s.width // s.heads
-        self.qkv_widths = [s.width, s.kv_heads * self.head_dim, s.kv_heads * self.head_dim]
-        hidden = -(-8 * s.width // 3 // 32) * 32  # SwiGLU's usual 8/3, in steps of 32
-        self.attention_norm = nn.RMSNorm(s.width)
-        self.qkv = nn.Linear(s.width, sum(self.qkv_widths), bias=False)
-        self.proj = nn.Linear(s.width, s.width, bias=False)
-        self.feed_forward_norm = nn.RMSNorm(s.width)
-        self.gate_up = nn.Linear(s.width, 2 * hidden, bias=False)
-        self.down = nn.Linear(hidden, s.width, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = (
-            t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads, S, head_dim)
-            for t in self.qkv(self.attention_norm(x)).split(self.qkv_widths, dim=-1)
-        )
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        o = self.attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.proj(o.transpose(1, 2).flatten(2))
-        gate, up = self.gate_up(self.feed_forward_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
-
-
-class GPT(nn.Module):
-    """Bytes (B, S) to logits (B, S, 256); one matrix serves the embedding and the head."""
-
-    def __init__(self, s: Settings, attention: Attention) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(BYTES, s.width)
-        self.blocks = nn.ModuleList(Block(s, attention) for _ in range(s.layers))
-        self.norm = nn.RMSNorm(s.width)
-        for name, p in self.named_parameters():
-            if p.ndim == 2:  # keeps the variance through a matrix, and over the sum of all blocks
-                summands = 2 * s.layers if name.endswith(("proj.weight", "down.weight")) else 1
-                nn.init.normal_(p, std=(p.shape[1] * summands) ** -0.5)
-        half = s.width // s.heads // 2
-        angle = torch.arange(s.context)[:, None] * 10000.0 ** (-torch.arange(half) / half)
-        self.register_buffer("cos", angle.cos(), persistent=False)
-        self.register_buffer("sin", angle.sin(), persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x, cos, sin)
-        return F.linear(self.norm(x), self.embedding.weight)
-
-
 # ---- Training ------------------------------------------------------------------------------------
 
 
@@ -242,11 +158,19 @@ class Trainer:
 
     STORY = ("step", "seconds", "train_losses", "validation_losses")
 
-    def __init__(self, s: Settings, texts: Texts, attention: str, device: str, dtype: str) -> None:
+    def __init__(
+        self,
+        s: Settings,
+        texts: Texts,
+        attention: str,
+        device: str,
+        dtype: str,
+        blockwise: bool = False,
+    ) -> None:
         torch.manual_seed(s.seed)
-        self.settings, self.device, self.dtype = s, device, dtype
+        self.settings, self.device, self.dtype, self.blockwise = s, device, dtype, blockwise
         self.text, self.held_out = texts
-        self.model = GPT(s, load_attention(attention)).to(device)
+        self.model = GPT(s, load_attention(attention), blockwise).to(device)
         parameters = list(self.model.parameters())
         decayed = {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": s.weight_decay}
         plain = {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0}
@@ -324,6 +248,7 @@ class Trainer:
         """Write the whole state, so that `path` is never half a file."""
         state = {
             "conditions": self.conditions(),
+            "blockwise": self.blockwise,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
@@ -337,7 +262,8 @@ class Trainer:
         if not path.exists():
             raise SystemExit(f"nothing to resume: there is no {path}")
         state = torch.load(path, map_location=self.device, weights_only=True)
-        was, now = state["conditions"], self.conditions()
+        was = {**state["conditions"], "blockwise": state.get("blockwise", False)}
+        now = {**self.conditions(), "blockwise": self.blockwise}
         changed = [f"{k} was {was.get(k)}, is {v}" for k, v in now.items() if was.get(k) != v]
         if changed:
             raise SystemExit(f"{path} belongs to another run: {'; '.join(changed)}")
@@ -348,18 +274,41 @@ class Trainer:
             setattr(self, name, value)
 
 
-def compare(s: Settings, texts: Texts, steps: int, device: str, dtype: str) -> None:
+def timed_steps(name: str, trainer: Trainer, steps: int) -> list[float]:
+    """The losses of some steps; on CUDA prints their rate and the peak memory too."""
+    cuda = trainer.device == "cuda"
+    losses = [trainer.train_step()]  # the first one warms up
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    begin = time.monotonic()
+    losses += [trainer.train_step() for _ in range(steps - 1)]
+    if cuda and steps > 1:
+        rate = (steps - 1) * trainer.settings.batch * trainer.settings.context
+        rate /= time.monotonic() - begin
+        peak = torch.cuda.max_memory_allocated() / 1e9
+        print(f"{name}: {rate:,.0f} tokens/s, {peak:.2f} GB at most")
+    return losses
+
+
+def compare(
+    s: Settings, texts: Texts, steps: int, device: str, dtype: str, blockwise: bool = False
+) -> None:
     """Train a few steps with each attention from one seed, at the full rate from the start.
 
-    Prints by how much the losses differ; ends the program where that is too much.
+    With `blockwise` flashbpt's layers are blockwise; PyTorch's are plain. Prints by how much the
+    losses differ; ends the program where that is too much.
     """
     s = dataclasses.replace(s, warmup_steps=0)
-    trainers = [Trainer(s, texts, attention, device, dtype) for attention in ("flashbpt", "sdpa")]
-    losses = [[trainer.train_step() for _ in range(steps)] for trainer in trainers]
+    trainers = [
+        Trainer(s, texts, "flashbpt", device, dtype, blockwise),
+        Trainer(s, texts, "sdpa", device, dtype),
+    ]
+    names = ["flashbpt in blocks" if blockwise else "flashbpt", "PyTorch"]
+    losses = [timed_steps(*each, steps) for each in zip(names, trainers)]
     difference = max(abs(ours - theirs) for ours, theirs in zip(*losses))
     print(
-        f"compared: {steps} steps through flashbpt and through PyTorch's attention, losses differ "
-        f"by at most {difference:.1e} (allowed {TOLERANCE[dtype]:.0e})"
+        f"compared: {steps} steps through {names[0]} and through PyTorch's attention, losses "
+        f"differ by at most {difference:.1e} (allowed {TOLERANCE[dtype]:.0e})"
     )
     if not difference <= TOLERANCE[dtype]:  # NaN fails too
         raise SystemExit(f"the losses differ: flashbpt {losses[0]}, PyTorch {losses[1]}")
@@ -410,14 +359,25 @@ def report(trainer: Trainer, rate: float, args: argparse.Namespace) -> None:
     loss, unigram = trainer.validation_losses[-1][1], unigram_entropy(trainer.held_out)
     trainer.save(args.out / "checkpoint.pt")
     plot(trainer, unigram, args.out / "loss.png")
+    memory = {}
+    if args.attention == "flashbpt" and args.memory_tokens:
+        from layer_memory import measure, plot_memory
+
+        s, layer = trainer.settings, Block(trainer.settings, load_attention("flashbpt"))
+        layers = {"plain": layer, "blockwise": to_blockwise(layer, rows=512)}
+        tables = partial(rotary_tables, head_dim=layer.head_dim)
+        memory = measure(layers, s.width, tables, args.memory_tokens)
+        plot_memory(memory, args.out / "memory.png")
     metrics = {
         "settings": dataclasses.asdict(trainer.settings),
         "attention": args.attention,
+        "blockwise": args.blockwise,
         "device": trainer.device,
         "dtype": trainer.dtype,
         "unigram_entropy": unigram,
         "validation_loss": loss,
         "tokens_per_second": rate,
+        "layer_memory": memory,
         **{name: getattr(trainer, name) for name in trainer.STORY},
     }
     (args.out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
@@ -440,15 +400,19 @@ def main() -> None:
         raise SystemExit(f"the text is too short for windows of {settings.context + 1} bytes")
     args.out.mkdir(parents=True, exist_ok=True)
 
-    trainer = Trainer(settings, texts, args.attention, device, dtype)
+    trainer = Trainer(settings, texts, args.attention, device, dtype, args.blockwise)
     size = sum(p.numel() for p in trainer.model.parameters())
     print(f"text: {texts[0].numel():,} bytes to train on, {texts[1].numel():,} held out")
-    print(f"model: {size:,} parameters, in {dtype} on {device}, attention by {args.attention}")
+    layers = "blockwise" if args.blockwise else "plain"
+    print(
+        f"model: {size:,} parameters in {layers} layers, in {dtype} on {device}, "
+        f"attention by {args.attention}"
+    )
     if args.resume:
         trainer.load(args.out / "checkpoint.pt")
         print(f"resumed at step {trainer.step}")
     elif args.attention == "flashbpt" and args.compare_steps:
-        compare(settings, texts, args.compare_steps, device, dtype)
+        compare(settings, texts, args.compare_steps, device, dtype, args.blockwise)
     rate = train(trainer, args, begin)
     if args.stop_at and trainer.step < settings.steps:
         trainer.save(args.out / "checkpoint.pt")

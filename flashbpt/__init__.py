@@ -7,9 +7,17 @@ from flashbpt import _loader
 
 _loader.load()
 
-from flashbpt import kv_cache  # noqa: E402
+from flashbpt import kv_cache, nn  # noqa: E402
 from flashbpt.attention import attention  # noqa: E402
 from flashbpt.backend import KernelChoice, set_debug_checks, use_backend, which_kernel  # noqa: E402
+from flashbpt.blockwise import (  # noqa: E402
+    BlockConfig,
+    BlockMemory,
+    BlockWeights,
+    block_memory,
+    blockwise_ffn,
+    transformer_block,
+)
 from flashbpt.merge import merge_attention_states  # noqa: E402
 from flashbpt.paged import (  # noqa: E402
     PageTable,
@@ -21,17 +29,24 @@ from flashbpt.varlen import varlen_attention  # noqa: E402
 from flashbpt.version import __version__  # noqa: E402
 
 __all__ = [
+    "BlockConfig",
+    "BlockMemory",
+    "BlockWeights",
     "KernelChoice",
     "PageTable",
     "__version__",
     "append_paged_kv",
     "attention",
+    "block_memory",
+    "blockwise_ffn",
     "kv_cache",
     "merge_attention_states",
+    "nn",
     "paged_attention",
     "patch_sdpa",
     "set_debug_checks",
     "shared_prefix_attention",
+    "transformer_block",
     "use_backend",
     "varlen_attention",
     "which_kernel",

@@ -162,3 +162,13 @@ def without_expansion(mask, scores):
         if stride == 0 and 1 < size == scores[d]:
             mask = mask.narrow(d, 0, 1)
     return mask
+
+
+def without_repeats(tensors):
+    """Aliases for tensors that stand there twice, which a compiled Function refuses."""
+    seen, out = [], []
+    for t in tensors:
+        repeated = t is not None and any(t is other for other in seen)
+        out.append(t.view_as(t) if repeated else t)
+        seen.append(t)
+    return out

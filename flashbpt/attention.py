@@ -12,6 +12,7 @@ from flashbpt.arguments import (
     to_four_dims,
     window_limits,
     without_expansion,
+    without_repeats,
 )
 from flashbpt.backend import _State
 
@@ -193,7 +194,8 @@ def run(arguments, deterministic=None):
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
         if torch.compiler.is_compiling():
-            return _Attention.apply(*without_repeats(arguments), deterministic)[:2]
+            tensors = without_repeats(arguments[:TENSORS])
+            return _Attention.apply(*tensors, *arguments[TENSORS:], deterministic)[:2]
         if transforms:
             return _Attention.apply(*arguments, deterministic)[:2]
         rest = (*arguments[DIFFERENTIABLE:], deterministic)
@@ -220,16 +222,6 @@ def wants_grad(q, k, v, mask, sinks, alibi_slopes):
         or (sinks is not None and sinks.requires_grad)
         or (alibi_slopes is not None and alibi_slopes.requires_grad)
     )
-
-
-def without_repeats(arguments):
-    """Aliases for tensors that stand there twice, which a compiled Function refuses."""
-    seen, out = [], []
-    for t in arguments[:TENSORS]:
-        repeated = t is not None and any(t is other for other in seen)
-        out.append(t.view_as(t) if repeated else t)
-        seen.append(t)
-    return *out, *arguments[TENSORS:]
 
 
 # ---------------------------------------------------------------- autograd

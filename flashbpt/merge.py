@@ -2,6 +2,8 @@
 
 import torch
 
+from flashbpt.arguments import without_repeats
+
 __all__ = ["merge_attention_states"]
 
 
@@ -52,21 +54,13 @@ def merge_attention_states(outs, lses):
     if torch.is_grad_enabled() and any(t.requires_grad for t in outs + lses):
         states = outs + lses
         if torch.compiler.is_compiling():
-            states = _without_repeats(states)
+            states = without_repeats(states)
         return MergeAttentionStates.apply(*states)
     return _merge(outs, lses)
 
 
 def _merge(outs, lses):
     return torch.ops.flashbpt.merge_attention_states.default(outs, lses)
-
-
-def _without_repeats(tensors):
-    """Aliases for tensors that stand there twice, which a compiled Function refuses."""
-    seen = []
-    for t in tensors:
-        seen.append(t.view_as(t) if any(t is other for other in seen) else t)
-    return seen
 
 
 class MergeAttentionStates(torch.autograd.Function):

@@ -25,7 +25,8 @@ PYTHON_FILES = [ROOT / "setup.py"] + sorted(
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 120
 MAX_COLUMNS = 100
-KERNEL_BUDGET = {"sm80 attention": 80, "paged": 40, "sm90": 60, "other": 20}
+BLOCK_FOLDERS = ("activation", "add_partials", "rope", "row_dropout", "row_norm")
+KERNEL_BUDGET = {"sm80 attention": 80, "paged": 40, "sm90": 60, "block": 24, "other": 20}
 
 
 def name_of(path):
@@ -63,6 +64,8 @@ def family(source):
     backend, folder = re.fullmatch(r"csrc/(\w+)/(\w+)/.+", source).groups()
     if folder.startswith("paged"):
         return "paged"
+    if folder in BLOCK_FOLDERS:
+        return "block"
     if backend == "sm80" and folder.startswith("attn"):
         return "sm80 attention"
     return "sm90" if backend == "sm90" else "other"

@@ -24,7 +24,7 @@ STEPS = 60
 TINY = (
     "--device cpu --dtype fp32 --layers 2 --width 32 --heads 4 --kv-heads 2 --context 48 "
     f"--batch 8 --steps {STEPS} --warmup-steps 5 --lr 0.01 --eval-every 20 --minutes 0 "
-    "--sample-bytes 40"
+    "--sample-bytes 40 --memory-tokens 512"
 ).split()
 
 
@@ -37,12 +37,15 @@ def words(count, seed=0):
 
 @pytest.fixture(scope="module")
 def demo():
-    """The script as a module."""
+    """The script as a module; it imports its neighbour."""
+    sys.path.insert(0, str(SCRIPT.parent))
     spec = importlib.util.spec_from_file_location("train_gpt", SCRIPT)
     module = sys.modules["train_gpt"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
-    del sys.modules["train_gpt"]
+    sys.path.remove(str(SCRIPT.parent))
+    for name in ("train_gpt", "gpt"):
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +92,8 @@ def test_train_interrupt_resume(text, tmp_path):
     assert [step for step, _ in whole["validation_losses"]] == [20, 40, 60]
     assert whole["validation_loss"] == whole["validation_losses"][-1][1]
     assert whole["validation_loss"] < 0.8 * whole["unigram_entropy"]
-    assert (tmp_path / "whole" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for image in ("loss.png", "memory.png"):
+        assert (tmp_path / "whole" / image).read_bytes().startswith(b"\x89PNG")
 
     compared = re.search(r"compared: 3 steps .* at most (\S+) \(allowed 1e-04\)", printed)
     assert float(compared[1]) <= 1e-4
@@ -111,6 +115,34 @@ def test_train_interrupt_resume(text, tmp_path):
     assert resumed["validation_losses"] == whole["validation_losses"]
 
 
+def test_blockwise_layers(text, demo, tmp_path):
+    """--blockwise trains as the plain layers do; its checkpoint goes on, and serves a plain GPT."""
+    printed, plain = run(text, tmp_path / "plain", "--compare-steps", "0", "--steps", "8")
+    printed, metrics = run(text, tmp_path / "blocks", "--blockwise", "--steps", "8")
+    assert re.search(r"compared: 5 steps through flashbpt in blocks .* at most (\S+) ", printed)
+    assert (plain["blockwise"], metrics["blockwise"]) == (False, True)
+    assert metrics["train_losses"] == pytest.approx(plain["train_losses"], abs=1e-4)
+
+    memory = metrics["layer_memory"]
+    assert memory["tokens"] == sorted(memory["tokens"])
+    for name in ("plain", "blockwise"):
+        kept, peak = memory[name]["kept"], memory[name]["peak"]
+        assert len(kept) == len(peak) == len(memory["tokens"])
+        assert kept == sorted(kept) and all(k < p for k, p in zip(kept, peak))
+    assert all(b < p / 4 for b, p in zip(memory["blockwise"]["kept"], memory["plain"]["kept"]))
+    assert re.search(r"a blockwise layer over 512 tokens in fp32 keeps \d+ MiB", printed)
+
+    state = torch.load(tmp_path / "blocks" / "checkpoint.pt", weights_only=True)
+    fields = {field.name for field in dataclasses.fields(demo.Settings)}
+    settings = demo.Settings(**{k: v for k, v in state["conditions"].items() if k in fields})
+    in_blocks = demo.GPT(settings, F.scaled_dot_product_attention, blockwise=True)
+    in_blocks.load_state_dict(state["model"])
+    model = demo.GPT(settings, F.scaled_dot_product_attention)
+    model.load_state_dict(sys.modules["gpt"].plain_names(state["model"]))
+    tokens = torch.arange(40)[None]
+    torch.testing.assert_close(in_blocks(tokens), model(tokens), rtol=1e-4, atol=1e-4)
+
+
 def test_resume_refuses_another_run(demo, tiny, tmp_path):
     """A checkpoint goes on only under its own settings and over its own text."""
     settings, texts = tiny
@@ -121,6 +153,10 @@ def test_resume_refuses_another_run(demo, tiny, tmp_path):
         demo.Trainer(faster, texts, "sdpa", "cpu", "fp32").load(tmp_path / "checkpoint.pt")
     with pytest.raises(SystemExit, match="bytes of text was"):
         demo.Trainer(settings, texts[::-1], "sdpa", "cpu", "fp32").load(tmp_path / "checkpoint.pt")
+    with pytest.raises(SystemExit, match="blockwise was False, is True"):
+        demo.Trainer(settings, texts, "flashbpt", "cpu", "fp32", blockwise=True).load(
+            tmp_path / "checkpoint.pt"
+        )
     with pytest.raises(SystemExit, match="there is no"):
         demo.Trainer(settings, texts, "sdpa", "cpu", "fp32").load(tmp_path / "another.pt")
 
@@ -172,6 +208,12 @@ def test_comparison_in_bf16(demo, tiny, monkeypatch, capsys):
     monkeypatch.setattr(flashbpt, "attention", spy)
     demo.compare(settings, texts, 2, "cpu", "bf16")
     assert seen == [{torch.bfloat16}] * 2 * settings.layers
+    assert "(allowed 1e-02)" in capsys.readouterr().out
+
+
+def test_blockwise_in_bf16(demo, tiny, capsys):
+    """--blockwise --dtype bf16 agrees with plain layers through PyTorch."""
+    demo.compare(*tiny, 2, "cpu", "bf16", blockwise=True)
     assert "(allowed 1e-02)" in capsys.readouterr().out
 
 

@@ -6,7 +6,7 @@ A suite is a module with `rows(options)`, a generator of result rows without the
 
 from types import ModuleType
 
-from suites import cpu, decode, dense, masks, overhead, prefill, shared_prefix, varlen
+from suites import block, cpu, decode, dense, masks, overhead, prefill, shared_prefix, varlen
 
 SUITES: dict[str, ModuleType] = {
     "dense": dense,
@@ -15,6 +15,7 @@ SUITES: dict[str, ModuleType] = {
     "decode": decode,
     "prefill": prefill,
     "shared_prefix": shared_prefix,
+    "block": block,
     "overhead": overhead,
     "cpu": cpu,
 }

@@ -1,0 +1,65 @@
+#include "launch.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "../attn_params.h"
+#include "../dispatch_element.h"
+#include "../launch_kernel.h"
+#include "../whole_vectors.h"
+#include "backward.cuh"
+#include "kernel.cuh"
+
+namespace flashbpt::sm80 {
+namespace {
+
+// Chooses lanes and whether they have pieces. x: of the backward.
+void plan(RopeParams& p, const TensorView& x, const RopeConfig& config) {
+  const auto aligned = [&](const TensorView& t) {
+    return t.data == nullptr || row_access(t, 1, p.heads, p.rows) >= 16;
+  };
+  p.vectorised = aligned(p.in) && aligned(x) && aligned(p.out) && p.dim % config.unit() == 0 &&
+                 p.dim <= config.max_dim() && p.pairs % config.piece == 0 &&
+                 whole_vectors({p.weight, p.cos, p.sin}, 0);
+  if (p.vectorised) p.lanes = std::bit_ceil(static_cast<unsigned>(p.dim / config.unit()));
+  p.heads_divisor = Divisor(p.heads);
+}
+
+int64_t block_rounds(const RopeParams& p, int lanes, const RopeConfig& config) {
+  const int64_t at_once = config.block_threads / lanes;
+  return (p.rows * p.heads + at_once - 1) / at_once;
+}
+
+}  // namespace
+
+void launch_rope(RopeParams p, cudaStream_t stream) {
+  constexpr RopeConfig kConfig = kRopeConfig;
+  plan(p, {}, kConfig);
+  const int64_t blocks = std::min<int64_t>(block_rounds(p, p.lanes, kConfig), INT32_MAX);
+  dispatch_element(p.out.dtype, [&](auto tag) {
+    launch_kernel<rope_kernel<typename decltype(tag)::Type>>(blocks, kConfig.block_threads, 0,
+                                                             stream, p);
+  });
+}
+
+int rope_blocks(const RopeParams& p, int multiprocessors) {
+  const RopeConfig& config = rope_backward_config(element_bytes(p.out.dtype));
+  return static_cast<int>(
+      std::min(block_rounds(p, 32, config), int64_t{multiprocessors} * config.min_blocks));
+}
+
+void launch_rope_backward(RopeBackwardParams p, cudaStream_t stream) {
+  constexpr RopeConfig kConfig = kRopeBackwardConfig;  // fp32 has the same threads and pieces
+  plan(p, p.x, kConfig);
+  const bool sums = p.weight_partials != nullptr;
+  const int64_t blocks =
+      sums ? p.blocks : std::min<int64_t>(block_rounds(p, p.lanes, kConfig), INT32_MAX);
+  dispatch_element(p.out.dtype, [&](auto tag) {
+    constexpr auto kKernel = rope_backward_kernel<typename decltype(tag)::Type>;
+    allow_shared_memory<kKernel>(kConfig.smem_bytes(32, kRopeMaxNormDim));
+    launch_kernel<kKernel>(blocks, kConfig.block_threads,
+                           sums ? kConfig.smem_bytes(p.lanes, p.dim) : 0, stream, p);
+  });
+}
+
+}  // namespace flashbpt::sm80
