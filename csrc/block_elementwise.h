@@ -1,6 +1,7 @@
 // What the blockwise transformer does between its matrix products, a block of rows at a time: one
 // call each, on the CPU and on CUDA. Rows are contiguous, [rows, width]; element types those of
-// attention. Sums are kept in the accumulation type (fp64 for fp64, else fp32).
+// attention. Sums are kept in the accumulation type (fp64 for fp64, else fp32). The residual stream
+// may be in fp32 over products in 16 bits: what norms read, and what is added to.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -50,13 +50,14 @@ namespace {
 // Sites of dropout in one block: the words of site i begin at offset + 4 i.
 enum Site : int64_t { kAttentionSite, kAttentionResidualSite, kFfnResidualSite };
 
-// The rows' kernels read vectors of weights as they lie.
-at::Tensor packed(const at::Tensor& weight) {
-  return weight.defined() ? weight.contiguous() : weight;
+// The rows' kernels read vectors of weights as they lie, in the rows' type.
+at::Tensor packed(const at::Tensor& weight, at::ScalarType dtype) {
+  return weight.defined() ? weight.to(dtype).contiguous() : weight;
 }
 
-Norm norm_of(NormKind kind, double eps, const at::Tensor& weight, const at::Tensor& bias) {
-  return {kind, eps, packed(weight), packed(bias)};
+Norm norm_of(NormKind kind, double eps, const at::Tensor& weight, const at::Tensor& bias,
+             at::ScalarType dtype) {
+  return {kind, eps, packed(weight, dtype), packed(bias, dtype)};
 }
 
 class Block {
@@ -69,11 +70,14 @@ class Block {
         hidden_(inputs.x.size(-1)),
         dim_(weights[kWq].size(0) / config.heads),
         options_(weights[kWq].options()),
+        stream_options_(options_.dtype(inputs.x.scalar_type())),
         x_(inputs.x.reshape({-1, hidden_}), options_.device()),
-        norm1_(norm_of(config.norm, config.eps, weights[kNorm1], weights[kNorm1Bias])),
-        norm2_(norm_of(config.norm, config.eps, weights[kNorm2], weights[kNorm2Bias])),
-        q_norm_(norm_of(NormKind::kRms, config.eps, weights[kQNorm], {})),
-        k_norm_(norm_of(NormKind::kRms, config.eps, weights[kKNorm], {})),
+        norm1_(norm_of(config.norm, config.eps, weights[kNorm1], weights[kNorm1Bias],
+                       inputs.x.scalar_type())),
+        norm2_(norm_of(config.norm, config.eps, weights[kNorm2], weights[kNorm2Bias],
+                       inputs.x.scalar_type())),
+        q_norm_(norm_of(NormKind::kRms, config.eps, weights[kQNorm], {}, dtype())),
+        k_norm_(norm_of(NormKind::kRms, config.eps, weights[kKNorm], {}, dtype())),
         ffn_(ffn_weights(weights)) {
     // In the accumulation type, so that their gradients come in it.
     if (weights[kSinks].defined()) sinks_ = weights[kSinks].to(accumulator());
@@ -82,7 +86,7 @@ class Block {
 
   BlockResult forward(bool keep, bool return_kv) {
     BlockResult r;
-    r.y = at::empty(in_.x.sizes(), options_);
+    r.y = at::empty(in_.x.sizes(), stream_options_);
     const at::Tensor y = r.y.view({-1, hidden_});
     const bool all = keep && c_.save == BlockSave::kAll;
     const auto rows = [&](bool wanted, int64_t width) {
@@ -92,7 +96,7 @@ class Block {
     std::optional<HostWriter> to_host;
     if (keep && c_.offload && options_.device().is_cuda()) {
       to_host.emplace(options_.device());
-      s.x = to_host->empty(in_.x.sizes(), dtype());
+      s.x = to_host->empty(in_.x.sizes(), in_.x.scalar_type());
       to_host->write(s.x, in_.x);
     }
     if (keep && c_.save != BlockSave::kX) {
@@ -103,7 +107,7 @@ class Block {
     s.q = rows(all, c_.heads * dim_);
     s.k = rows(all, c_.kv_heads * dim_);
     s.v = rows(all, c_.kv_heads * dim_);
-    s.h = rows(all, hidden_);
+    if (all) s.h = at::empty({rows_.tokens, hidden_}, stream_options_);
     s.gate = rows(all && w_[kWGate].defined(), w_[kWUp].size(0));
     s.up = rows(all, w_[kWUp].size(0));
     if (return_kv) {
@@ -132,9 +136,9 @@ class Block {
           rows_of(s.up, g, b).copy_(hidden.up);
           if (s.gate.defined()) rows_of(s.gate, g, b).copy_(hidden.gate);
         }
-        const at::Tensor f = at::empty_like(h);
+        const at::Tensor f = at::empty(h.sizes(), options_);
         ffn_output(hidden, ffn_, c_.activation, at::Tensor(), f);
-        residual_forward(f, packed(w_[kBDown]), dropout(kFfnResidualSite, g, b), h,
+        residual_forward(f, packed(w_[kBDown], dtype()), dropout(kFfnResidualSite, g, b), h,
                          rows_of(y, g, b));
       });
     });
@@ -144,7 +148,7 @@ class Block {
   at::Tensor backward(const at::Tensor& grad, const BlockSaved& s, const BlockTensors& grads,
                       bool need_dx) {
     const at::Tensor dy = grad.reshape({-1, hidden_}).contiguous();
-    const at::Tensor dx = need_dx ? at::empty(in_.x.sizes(), options_) : at::Tensor();
+    const at::Tensor dx = need_dx ? at::empty(in_.x.sizes(), stream_options_) : at::Tensor();
     const at::Tensor flat_dx = need_dx ? dx.view({-1, hidden_}) : dx;
     const auto any = [&](std::initializer_list<BlockWeight> which) {
       return std::any_of(which.begin(), which.end(),
@@ -217,12 +221,12 @@ class Block {
                       heads_of(dq, c_.heads), {grads[kQNorm], {}});
         at::Tensor k_made;
         if (k_norm_.weight.defined()) k_made = all ? rows_of(s.k, g, b) : product(n1, kWk, kBk);
-        const at::Tensor dk_block = at::empty({x.size(0), c_.kv_heads * dim_}, x.options());
+        const at::Tensor dk_block = at::empty({x.size(0), c_.kv_heads * dim_}, options_);
         rope_backward(rows_of(dk, g, b, g.token).view({-1, c_.kv_heads, dim_}),
                       heads_of(k_made, c_.kv_heads), k_norm_, rope(g, b),
                       heads_of(dk_block, c_.kv_heads), {grads[kKNorm], {}});
         const at::Tensor dv_block =
-            rows_of(dv, g, b, g.token).reshape({-1, c_.kv_heads * dim_}).to(x.scalar_type());
+            rows_of(dv, g, b, g.token).reshape({-1, c_.kv_heads * dim_}).to(dtype());
 
         // q, k, v = norm1(x) W^T
         linear_weight_gradients(dq, n1, grads[kWq], grads[kBq]);
@@ -289,7 +293,7 @@ class Block {
   // ------------------------------------------------------------------------- between products
 
   at::Tensor normalized(const at::Tensor& x, const Norm& norm) const {
-    const at::Tensor out = at::empty_like(x);
+    const at::Tensor out = at::empty(x.sizes(), options_);
     norm_forward(x, norm, out);
     return out;
   }
@@ -309,11 +313,12 @@ class Block {
     rope_forward(from, norm, rope(g, b), to);
     return to;
   }
+  // The gradient of what was added to the residual stream, in the products' type.
   at::Tensor dropped(const at::Tensor& dy, const RowDropout& dropout) const {
-    if (!dropout.rng_state) return dy;
+    if (!dropout.rng_state) return dy.to(dtype());
     const at::Tensor dx = at::empty_like(dy);
     dropout_backward(dy, dropout, dx);
-    return dx;
+    return dx.to(dtype());
   }
   RowDropout dropout(Site site, const BlockGroup& g, const RowBlock& b) const {
     RowDropout d;
@@ -327,10 +332,11 @@ class Block {
   }
   at::Tensor attention_residual(const at::Tensor& x, const at::Tensor& out, const at::Tensor& to,
                                 const BlockGroup& g, const RowBlock& b) const {
-    const at::Tensor z = to.defined() ? to : at::empty_like(x);
+    const at::Tensor h = to.defined() ? to : at::empty_like(x);
+    const at::Tensor z = x.scalar_type() == dtype() ? h : at::empty(x.sizes(), options_);
     linear(out, w_[kWo], at::Tensor(), z);
-    residual_forward(z, packed(w_[kBo]), dropout(kAttentionResidualSite, g, b), x, z);
-    return z;
+    residual_forward(z, packed(w_[kBo], dtype()), dropout(kAttentionResidualSite, g, b), x, h);
+    return h;
   }
 
   // Positions of packed tokens in their sequences.
@@ -453,8 +459,9 @@ class Block {
   const BlockConfig& c_;
   const BlockRows rows_;
   const int64_t hidden_, dim_;
-  const at::TensorOptions options_;  // of rows on the device
-  HostReader x_;                     // [tokens, hidden]
+  const at::TensorOptions options_;         // of rows on the device
+  const at::TensorOptions stream_options_;  // of the residual stream: x, h, y
+  HostReader x_;                            // [tokens, hidden]
   const Norm norm1_, norm2_, q_norm_, k_norm_;
   const FfnWeights ffn_;
   at::Tensor sinks_;

@@ -10,16 +10,17 @@ void check_weight(const char* name, const at::Tensor& t, at::IntArrayRef sizes,
   if (!t.defined()) return;
   TORCH_CHECK(t.sizes() == sizes, "flashbpt: ", name, " must have shape ", sizes, ", got ",
               t.sizes());
-  TORCH_CHECK(t.scalar_type() == like.scalar_type(), "flashbpt: ", name, " must have x's dtype ",
-              like.scalar_type(), ", got ", t.scalar_type());
-  TORCH_CHECK(t.device() == like.device(), "flashbpt: ", name, " must be on x's device ",
-              like.device(), ", got ", t.device());
+  TORCH_CHECK(t.scalar_type() == like.scalar_type(), "flashbpt: ", name,
+              " must have the dtype of the other weights, ", like.scalar_type(), ", got ",
+              t.scalar_type());
+  TORCH_CHECK(t.device() == like.device(), "flashbpt: ", name, " must be on ", like.device(),
+              " as the others, got ", t.device());
 }
 
 // Weights for `hidden` columns, of like's type and device.
 void check_ffn(int64_t hidden, const at::Tensor& like, const FfnWeights& w) {
   TORCH_CHECK(is_attention_dtype(like.scalar_type()),
-              "flashbpt: x must be float32, bfloat16, float16 or float64, got ",
+              "flashbpt: x and weights must be float32, bfloat16, float16 or float64, got ",
               like.scalar_type());
   TORCH_CHECK(w.w_up.dim() == 2, "flashbpt: w_up must be (ffn, hidden), got ", w.w_up.sizes());
   const int64_t ffn = w.w_up.size(0);
@@ -60,26 +61,37 @@ void check_block(const BlockInputs& inputs, const BlockTensors& weights,
               weights[kWq].sizes());
   const int64_t hidden = x.size(-1), dim = weights[kWq].size(0) / config.heads;
   const int64_t width_q = config.heads * dim, width_kv = config.kv_heads * dim;
-  // In the backward x may wait on the host.
-  const at::Tensor& like = config.offload ? weights[kWq] : x;
+  const at::Tensor& like = weights[kWq];
   const auto check = [&](const char* name, BlockWeight i, at::IntArrayRef sizes) {
     check_weight(name, weights[i], sizes, like);
   };
-  check("norm1", kNorm1, {hidden});
-  check("norm1_bias", kNorm1Bias, {hidden});
+  // Norms' weights may be of another type than the matrices.
+  const auto check_norm = [&](const char* name, BlockWeight i, at::IntArrayRef sizes) {
+    if (weights[i].defined()) check_weight(name, weights[i].to(like.scalar_type()), sizes, like);
+  };
+  // A residual stream in fp32 over products in 16 bits is autocast's. In the backward x may wait on
+  // the host.
+  const bool wide = x.scalar_type() == at::kFloat && like.element_size() == 2;
+  TORCH_CHECK(x.scalar_type() == like.scalar_type() || wide, "flashbpt: x must have the weights' ",
+              "dtype ", like.scalar_type(), ", or be float32 over weights of 16 bits, got ",
+              x.scalar_type());
+  TORCH_CHECK(x.device() == like.device() || (config.offload && x.is_cpu()),
+              "flashbpt: x must be on the weights' device ", like.device(), ", got ", x.device());
+  check_norm("norm1", kNorm1, {hidden});
+  check_norm("norm1_bias", kNorm1Bias, {hidden});
   check("wq", kWq, {width_q, hidden});
   check("bq", kBq, {width_q});
   check("wk", kWk, {width_kv, hidden});
   check("bk", kBk, {width_kv});
   check("wv", kWv, {width_kv, hidden});
   check("bv", kBv, {width_kv});
-  check("q_norm", kQNorm, {dim});
-  check("k_norm", kKNorm, {dim});
-  check("sinks", kSinks, {config.heads});
+  check_norm("q_norm", kQNorm, {dim});
+  check_norm("k_norm", kKNorm, {dim});
+  check_norm("sinks", kSinks, {config.heads});
   check("wo", kWo, {hidden, width_q});
   check("bo", kBo, {hidden});
-  check("norm2", kNorm2, {hidden});
-  check("norm2_bias", kNorm2Bias, {hidden});
+  check_norm("norm2", kNorm2, {hidden});
+  check_norm("norm2_bias", kNorm2Bias, {hidden});
   check_ffn(hidden, like, ffn_weights(weights));
   TORCH_CHECK(inputs.cos.has_value() == inputs.sin.has_value(),
               "flashbpt: cos and sin go together, got one of them");

@@ -10,14 +10,13 @@ _loader.load()
 from flashbpt import kv_cache, nn  # noqa: E402
 from flashbpt.attention import attention  # noqa: E402
 from flashbpt.backend import KernelChoice, set_debug_checks, use_backend, which_kernel  # noqa: E402
-from flashbpt.blockwise import (  # noqa: E402
+from flashbpt.block_config import (  # noqa: E402
     BlockConfig,
     BlockMemory,
     BlockWeights,
     block_memory,
-    blockwise_ffn,
-    transformer_block,
 )
+from flashbpt.blockwise import blockwise_ffn, transformer_block  # noqa: E402
 from flashbpt.merge import merge_attention_states  # noqa: E402
 from flashbpt.paged import (  # noqa: E402
     PageTable,

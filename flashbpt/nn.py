@@ -13,7 +13,8 @@ import math
 
 import torch
 
-from flashbpt.blockwise import WEIGHTS, BlockConfig, BlockWeights, transformer_block
+from flashbpt.block_config import WEIGHTS, BlockConfig, BlockWeights
+from flashbpt.blockwise import transformer_block
 from flashbpt.weight_layouts import BIASES, distributed_like, match, under_prefix
 
 __all__ = ["TransformerBlock"]

@@ -4,7 +4,7 @@ import dataclasses
 
 import torch
 
-from flashbpt.blockwise import WEIGHTS
+from flashbpt.block_config import WEIGHTS
 
 # The bias that belongs to a weight.
 BIASES = {

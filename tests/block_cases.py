@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import flashbpt
-from flashbpt.blockwise import WEIGHTS
+from flashbpt.block_config import WEIGHTS
 
 ACTIVATIONS = {
     "silu": F.silu,
@@ -137,7 +137,7 @@ def plain_block(x, w, config, *, cos=None, sin=None, cu_seqlens=None, state=None
             positions[begin:end] = torch.arange(end - begin, device=x.device)
     else:
         positions = torch.arange(x.shape[1], device=x.device)
-    n1 = norm(x, config, w.norm1, w.norm1_bias)
+    n1 = norm(x, config, w.norm1, w.norm1_bias).to(w.wq.dtype)  # x may be wider
     q, k, v = (
         F.linear(n1, weight, bias).unflatten(-1, (-1, dim))
         for weight, bias in ((w.wq, w.bq), (w.wk, w.bk), (w.wv, w.bv))
@@ -151,7 +151,7 @@ def plain_block(x, w, config, *, cos=None, sin=None, cu_seqlens=None, state=None
         else:
             c, s = cos[positions].to(x.device), sin[positions].to(x.device)
         q, k = (turn(t, c, s, config.rope == "interleaved") for t in (q, k))
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = torch.float64 if w.wq.dtype == torch.float64 else torch.float32
     p = config.attention_dropout
     options = {
         "dropout_p": p,
@@ -159,7 +159,7 @@ def plain_block(x, w, config, *, cos=None, sin=None, cu_seqlens=None, state=None
         "softcap": config.softcap,
         "scale": config.scale,
         "sinks": w.sinks,
-        "product": x.dtype,
+        "product": w.wq.dtype,
         "softmax": wide,
     }
     if packed:
@@ -184,9 +184,10 @@ def plain_block(x, w, config, *, cos=None, sin=None, cu_seqlens=None, state=None
         out = out.transpose(1, 2)
     r = config.residual_dropout
     keeps = [residual_keep(state, site, tokens, hidden, r) if r else None for site in (1, 2)]
-    z = F.linear(out.flatten(-2).to(x.dtype), w.wo, w.bo)
+    z = F.linear(out.flatten(-2).to(w.wo.dtype), w.wo, w.bo)
     h = x + drop(z, keeps[0], r)
-    return h + drop(plain_ffn(norm(h, config, w.norm2, w.norm2_bias), w, config), keeps[1], r)
+    n2 = norm(h, config, w.norm2, w.norm2_bias).to(w.wq.dtype)
+    return h + drop(plain_ffn(n2, w, config), keeps[1], r)
 
 
 def plain_ffn(x, w, config):

@@ -237,13 +237,45 @@ def test_return_kv(device, packed):
     torch.testing.assert_close(y, flashbpt.transformer_block(x, weights, RMS, cu_seqlens=cu))
 
 
+@pytest.mark.parametrize("save", ["x+o", "x", "all"])
+@pytest.mark.parametrize("residual", [0.0, 0.3])
+def test_residual_stream_in_fp32(device, residual, save):
+    """x in fp32 over weights of 16 bits: errors of plain torch's own, in fp32 what is added up."""
+    config = replace(RMS, qk_norm=True, residual_dropout=residual, save=save, rows=64)
+    weights = make_weights(config, HIDDEN, FFN, torch.bfloat16, device, bias=True)
+    norms = {
+        n: t.detach().float().requires_grad_() for n, t in leaves(weights).items() if "norm" in n
+    }
+    weights = replace(weights, **norms)
+    x, grad = inputs((2, 150), device, torch.float32)
+    torch.manual_seed(3)
+    state = torch.ops.flashbpt.draw_rng_state(x, 12).tolist()
+    torch.manual_seed(3)
+    y, grads = run(flashbpt.transformer_block, x, weights, config, grad)
+    assert y.dtype == grads["x"].dtype == grads["norm1"].dtype == torch.float32
+    assert grads["wq"].dtype == torch.bfloat16
+    wide = to_dtype(weights, torch.float64)
+    options = {"state": state if residual else None}
+    exact = run(plain_block, x.double(), wide, config, grad.double(), **options)
+    plain = run(plain_block, x, weights, config, grad, **options)
+    results = [{"y": y, **grads} for y, grads in (exact, plain, (y, grads))]
+    for name, right in results[0].items():
+        error_plain, error = (float((r[name].double() - right).norm()) for r in results[1:])
+        factor = 1.4 if right.numel() > 1000 else 3.0
+        assert error <= factor * error_plain + 0.008 * float(right.norm()), name
+
+
 def test_autocast(device):
+    """Matrices are cast, the residual stream stays in fp32: the numbers of a plain layer."""
     weights = make_weights(RMS, HIDDEN, FFN, torch.float32, device)
-    x, _ = inputs((1, 40), device, torch.float32)
+    x, grad = inputs((1, 40), device, torch.float32)
     with torch.autocast(torch.device(device).type, torch.bfloat16):
         y = flashbpt.transformer_block(x, weights, RMS)
-    y.float().sum().backward()
-    assert y.dtype == torch.bfloat16 and weights.wq.grad.dtype == torch.float32
+    y.backward(grad)
+    assert y.dtype == weights.wq.grad.dtype == torch.float32
+    half = {n: t.detach().bfloat16() for n, t in leaves(weights).items() if "norm" not in n}
+    cast = replace(weights, **half)
+    torch.testing.assert_close(y, flashbpt.transformer_block(x, cast, RMS), rtol=0, atol=0)
 
 
 def test_compile(device):
@@ -277,6 +309,27 @@ def test_no_rows(device, shape):
     y.sum().backward()
     assert y.shape == x.shape and x.grad.shape == x.shape
     assert not weights.wq.grad.any()
+
+
+@pytest.mark.parametrize("save", ["x", "x+o", "all"])
+def test_flop_counts(device, save):
+    """Products and attention as torch counts them for the plain layer, and what is made again."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = replace(RMS, save=save)
+    weights = make_weights(config, HIDDEN, FFN, torch.float32, device)
+    x, grad = inputs((2, 40), device, torch.float32)
+    counts = {}
+    for fn in (plain_block, flashbpt.transformer_block):
+        with FlopCounterMode(display=False) as counter:
+            run(fn, x, weights, config, grad)
+        counts[fn] = counter.get_total_flops()
+    w = leaves(weights)
+    made = {n: 2 * 80 * w[n].numel() for n in ("wq", "wk", "wv", "wo", "w_gate", "w_up")}
+    attention = 2 * 2 * 40 * 40 * HIDDEN  # one of its products
+    again = {"all": 0, "x+o": sum(made.values()), "x": sum(made.values()) + 2 * attention}[save]
+    # Plain attention keeps its scores; ours makes them again.
+    assert counts[flashbpt.transformer_block] == counts[plain_block] + attention + again
 
 
 def test_opcheck(device):
@@ -321,7 +374,8 @@ def test_call_errors(device):
 
     refuse("x must be", x=x[0])
     refuse("wk must have shape", weights=replace(weights, wk=weights.wk[:5]))
-    refuse("w_up must have x's dtype", weights=replace(weights, w_up=weights.w_up.double()))
+    refuse("w_up must have the dtype", weights=replace(weights, w_up=weights.w_up.double()))
+    refuse("x must have the weights' dtype", x=x.double())
     refuse("needs the weight wv", weights=replace(weights, wv=None))
     refuse("q_norm and k_norm", config=replace(RMS, qk_norm=True))
     refuse("cos and sin go together", cos=torch.zeros(8, 2, device=device))
