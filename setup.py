@@ -38,6 +38,7 @@ CPP_SOURCES = [
     "csrc/blockwise_check.cpp",
     "csrc/blockwise_ffn.cpp",
     "csrc/blockwise_ops.cpp",
+    "csrc/blockwise_positions.cpp",
     "csrc/device_limits.cpp",
     "csrc/aten/attention.cpp",
     "csrc/aten/block_elementwise.cpp",

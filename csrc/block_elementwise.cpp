@@ -1,5 +1,8 @@
-// Chooses who computes: kernels of sm80 on a GPU, ATen on the CPU and in fp64.
+// Chooses who computes: kernels of sm80 on a GPU, ATen on the CPU and in fp64. Both take rows of
+// one type: where the residual stream is wider than what the products make, that is widened before.
 #include "block_elementwise_backends.h"
+
+#include <ATen/ops/empty_like.h>
 
 namespace flashbpt {
 namespace {
@@ -8,23 +11,24 @@ bool has_kernels(const at::Tensor& rows) {
   return rows.is_cuda() && rows.scalar_type() != at::kDouble;
 }
 
-// Kernels take rows of one type; a residual stream in fp32 over products in 16 bits has two.
-bool has_kernels(const at::Tensor& rows, const at::Tensor& others) {
-  return has_kernels(rows) && rows.scalar_type() == others.scalar_type();
-}
-
 }  // namespace
 
 void norm_forward(const at::Tensor& x, const Norm& norm, const at::Tensor& out) {
   if (x.numel() == 0) return;
-  (has_kernels(x, out) ? sm80::norm_forward : aten::norm_forward)(x, norm, out);
+  if (out.scalar_type() != x.scalar_type()) {
+    const at::Tensor wide = at::empty_like(x);
+    norm_forward(x, norm, wide);
+    out.copy_(wide);
+    return;
+  }
+  (has_kernels(x) ? sm80::norm_forward : aten::norm_forward)(x, norm, out);
 }
 
 void norm_backward(const at::Tensor& dy, const at::Tensor& x, const Norm& norm,
                    const at::Tensor& residual, const at::Tensor& dx, const NormGradients& grads) {
   if (x.numel() == 0) return;
-  (has_kernels(x, dy) ? sm80::norm_backward : aten::norm_backward)(dy, x, norm, residual, dx,
-                                                                   grads);
+  (has_kernels(x) ? sm80::norm_backward : aten::norm_backward)(dy.to(x.scalar_type()), x, norm,
+                                                               residual, dx, grads);
 }
 
 void rope_forward(const at::Tensor& x, const Norm& norm, const Rope& rope, const at::Tensor& out) {
@@ -55,8 +59,9 @@ void activation_backward(const at::Tensor& da, const at::Tensor& gate, const at:
 void residual_forward(const at::Tensor& x, const at::Tensor& bias, const RowDropout& dropout,
                       const at::Tensor& residual, const at::Tensor& out) {
   if (x.numel() == 0) return;
-  (has_kernels(x, out) ? sm80::residual_forward : aten::residual_forward)(x, bias, dropout,
-                                                                          residual, out);
+  const at::ScalarType dtype = out.scalar_type();
+  (has_kernels(out) ? sm80::residual_forward : aten::residual_forward)(
+      x.to(dtype), bias.defined() ? bias.to(dtype) : bias, dropout, residual, out);
 }
 
 void dropout_backward(const at::Tensor& dy, const RowDropout& dropout, const at::Tensor& dx) {

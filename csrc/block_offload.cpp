@@ -30,6 +30,14 @@ void current_stream_waits_for(const c10::cuda::CUDAStream& side) {
   done.block(c10::cuda::getCurrentCUDAStream(side.device_index()));
 }
 
+// In destructors: memory that copies still use is the current stream's to give away after them.
+void settle(const c10::cuda::CUDAStream& side) noexcept {
+  try {
+    current_stream_waits_for(side);
+  } catch (const c10::Error&) {  // the error that made it so is under way
+  }
+}
+
 }  // namespace
 
 struct HostWriter::Copies {
@@ -40,7 +48,7 @@ HostWriter::HostWriter(c10::Device device)
     : copies_(new Copies{c10::cuda::getStreamFromPool(false, device.index())}) {}
 
 HostWriter::~HostWriter() {
-  current_stream_waits_for(copies_->stream);
+  settle(copies_->stream);
 }
 
 void HostWriter::write(const at::Tensor& to_host, const at::Tensor& from) {
@@ -62,7 +70,9 @@ HostReader::HostReader(const at::Tensor& rows, c10::Device device) : rows_(rows)
     copies_.reset(new Copies{c10::cuda::getStreamFromPool(false, device.index()), device});
 }
 
-HostReader::~HostReader() = default;
+HostReader::~HostReader() {
+  if (copies_ && copies_->rows.defined()) settle(copies_->stream);
+}
 
 at::Tensor HostReader::get(int64_t begin, int64_t count) {
   if (!copies_) return rows_.defined() ? rows_.narrow(0, begin, count) : rows_;
@@ -74,6 +84,7 @@ at::Tensor HostReader::get(int64_t begin, int64_t count) {
 
 void HostReader::prefetch(int64_t begin, int64_t count) {
   if (!copies_ || count == 0) return;
+  if (copies_->rows.defined()) current_stream_waits_for(copies_->stream);
   const at::Tensor from = rows_.narrow(0, begin, count);
   // Of the current stream's memory: what the block before used may be in it.
   const at::Tensor to = at::empty(from.sizes(), from.options().device(copies_->device));

@@ -11,14 +11,9 @@
 // docs/blockwise.md
 #include "blockwise.h"
 
-#include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/outer.h>
-#include <ATen/ops/pow.h>
-#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -29,6 +24,7 @@
 #include "block_offload.h"
 #include "blockwise_check.h"
 #include "blockwise_ffn.h"
+#include "blockwise_positions.h"
 #include "blockwise_rows.h"
 #include "check.h"
 #include "linear.h"
@@ -51,13 +47,13 @@ namespace {
 enum Site : int64_t { kAttentionSite, kAttentionResidualSite, kFfnResidualSite };
 
 // The rows' kernels read vectors of weights as they lie, in the rows' type.
-at::Tensor packed(const at::Tensor& weight, at::ScalarType dtype) {
+at::Tensor vector_of(const at::Tensor& weight, at::ScalarType dtype) {
   return weight.defined() ? weight.to(dtype).contiguous() : weight;
 }
 
 Norm norm_of(NormKind kind, double eps, const at::Tensor& weight, const at::Tensor& bias,
              at::ScalarType dtype) {
-  return {kind, eps, packed(weight, dtype), packed(bias, dtype)};
+  return {kind, eps, vector_of(weight, dtype), vector_of(bias, dtype)};
 }
 
 class Block {
@@ -71,7 +67,8 @@ class Block {
         dim_(weights[kWq].size(0) / config.heads),
         options_(weights[kWq].options()),
         stream_options_(options_.dtype(inputs.x.scalar_type())),
-        x_(inputs.x.reshape({-1, hidden_}), options_.device()),
+        x_(inputs.x.reshape({-1, hidden_}).contiguous(), options_.device()),
+        positions_(inputs, config, rows_, dim_, options_),
         norm1_(norm_of(config.norm, config.eps, weights[kNorm1], weights[kNorm1Bias],
                        inputs.x.scalar_type())),
         norm2_(norm_of(config.norm, config.eps, weights[kNorm2], weights[kNorm2Bias],
@@ -81,7 +78,6 @@ class Block {
         ffn_(ffn_weights(weights)) {
     // In the accumulation type, so that their gradients come in it.
     if (weights[kSinks].defined()) sinks_ = weights[kSinks].to(accumulator());
-    if (rows_.packed && config.rotary) positions_ = packed_positions();
   }
 
   BlockResult forward(bool keep, bool return_kv) {
@@ -123,7 +119,7 @@ class Block {
       rows_.for_each_block(g, /*descending=*/false, [&](const RowBlock& b) {
         const at::Tensor x = x_rows(g, b);
         const at::Tensor q_made = product(normalized(x, norm1_), kWq, kBq, rows_of(s.q, g, b));
-        const at::Tensor q = turned(q_made, c_.heads, q_norm_, g, b, /*keep=*/all);
+        const at::Tensor q = turned(q_made, c_.heads, q_norm_, positions_.rope(g, b), /*keep=*/all);
         const Attended a = attend(q, kv, g, b);
         if (s.out.defined()) {
           const at::Tensor kept = rows_of(s.out, g, b);
@@ -138,8 +134,9 @@ class Block {
         }
         const at::Tensor f = at::empty(h.sizes(), options_);
         ffn_output(hidden, ffn_, c_.activation, at::Tensor(), f);
-        residual_forward(f, packed(w_[kBDown], dtype()), dropout(kFfnResidualSite, g, b), h,
+        residual_forward(f, vector_of(w_[kBDown], dtype()), dropout(kFfnResidualSite, g, b), h,
                          rows_of(y, g, b));
+        if (rows_.packed) rows_of(y, g, b).masked_fill_(rows_of(positions_.padding, g, b), 0);
       });
     });
     return r;
@@ -173,13 +170,14 @@ class Block {
       }
       rows_.for_each_block(g, /*descending=*/true, [&](const RowBlock& b) {
         const at::Tensor x = x_rows(g, b);
-        const at::Tensor dy_block = rows_of(dy, g, b);
+        const at::Tensor dy_block = without_padding(rows_of(dy, g, b), g, b);
+        const Rope rope = positions_.rope(g, b);
         // What the forward had.
         at::Tensor n1, q_made, q;
         if (before || again) {
           n1 = normalized(x, norm1_);
           q_made = all ? rows_of(s.q, g, b) : product(n1, kWq, kBq);
-          q = turned(q_made, c_.heads, q_norm_, g, b, /*keep=*/all || q_norm_.weight.defined());
+          q = turned(q_made, c_.heads, q_norm_, rope, /*keep=*/all || q_norm_.weight.defined());
         }
         Attended a;
         if (again)
@@ -217,14 +215,14 @@ class Block {
 
         // o = attention(q, k, v)
         const at::Tensor dq = attend_backward(d_out, q, kv, a, dk, dv, grads[kSinks], g, b);
-        rope_backward(heads_of(dq, c_.heads), heads_of(q_made, c_.heads), q_norm_, rope(g, b),
+        rope_backward(heads_of(dq, c_.heads), heads_of(q_made, c_.heads), q_norm_, rope,
                       heads_of(dq, c_.heads), {grads[kQNorm], {}});
         at::Tensor k_made;
         if (k_norm_.weight.defined()) k_made = all ? rows_of(s.k, g, b) : product(n1, kWk, kBk);
         const at::Tensor dk_block = at::empty({x.size(0), c_.kv_heads * dim_}, options_);
         rope_backward(rows_of(dk, g, b, g.token).view({-1, c_.kv_heads, dim_}),
-                      heads_of(k_made, c_.kv_heads), k_norm_, rope(g, b),
-                      heads_of(dk_block, c_.kv_heads), {grads[kKNorm], {}});
+                      heads_of(k_made, c_.kv_heads), k_norm_, rope, heads_of(dk_block, c_.kv_heads),
+                      {grads[kKNorm], {}});
         const at::Tensor dv_block =
             rows_of(dv, g, b, g.token).reshape({-1, c_.kv_heads * dim_}).to(dtype());
 
@@ -263,7 +261,11 @@ class Block {
 
   int64_t first_row(const BlockGroup& g, const RowBlock& b) const { return g.token + b.begin; }
   at::Tensor x_rows(const BlockGroup& g, const RowBlock& b) {
-    return x_.get(first_row(g, b), g.sequences * b.count);
+    return without_padding(x_.get(first_row(g, b), g.sequences * b.count), g, b);
+  }
+  // Zeros where packed rows are past the last sequence, whatever is there.
+  at::Tensor without_padding(const at::Tensor& rows, const BlockGroup& g, const RowBlock& b) const {
+    return rows_.packed ? rows.masked_fill(rows_of(positions_.padding, g, b), 0) : rows;
   }
   // A block's rows of something that has a row for each token from `origin` on.
   at::Tensor rows_of(const at::Tensor& t, const BlockGroup& g, const RowBlock& b,
@@ -305,12 +307,12 @@ class Block {
     return to;
   }
   // rope(norm(heads)) [rows, heads, dim]; in place unless what was made is to be kept.
-  at::Tensor turned(const at::Tensor& made, int64_t heads, const Norm& norm, const BlockGroup& g,
-                    const RowBlock& b, bool keep = false) const {
+  at::Tensor turned(const at::Tensor& made, int64_t heads, const Norm& norm, const Rope& rope,
+                    bool keep) const {
     const at::Tensor from = heads_of(made, heads);
     if (!norm.weight.defined() && !c_.rotary) return from;
     const at::Tensor to = keep ? at::empty_like(from) : from;
-    rope_forward(from, norm, rope(g, b), to);
+    rope_forward(from, norm, rope, to);
     return to;
   }
   // The gradient of what was added to the residual stream, in the products' type.
@@ -335,42 +337,8 @@ class Block {
     const at::Tensor h = to.defined() ? to : at::empty_like(x);
     const at::Tensor z = x.scalar_type() == dtype() ? h : at::empty(x.sizes(), options_);
     linear(out, w_[kWo], at::Tensor(), z);
-    residual_forward(z, packed(w_[kBo], dtype()), dropout(kAttentionResidualSite, g, b), x, h);
+    residual_forward(z, vector_of(w_[kBo], dtype()), dropout(kAttentionResidualSite, g, b), x, h);
     return h;
-  }
-
-  // Positions of packed tokens in their sequences.
-  at::Tensor packed_positions() const {
-    const at::Tensor cu = in_.cu_seqlens->to(at::kLong);
-    const at::Tensor token = at::arange(rows_.tokens, cu.options());
-    const at::Tensor sequence = at::searchsorted(cu, token, /*out_int32=*/false, /*right=*/true);
-    return token - cu.index_select(0, (sequence - 1).clamp_min(0));
-  }
-  Rope rope(const BlockGroup& g, const RowBlock& b) const {
-    if (!c_.rotary) return {{}, {}, false};
-    at::Tensor at_positions;
-    if (rows_.packed)
-      at_positions = positions_.narrow(0, b.begin, b.count);
-    else
-      at_positions = at::arange(b.begin, b.end(), options_.dtype(at::kLong));
-    at::Tensor cos, sin;
-    if (in_.cos) {
-      cos = in_.cos->index_select(0, at_positions).to(accumulator());
-      sin = in_.sin->index_select(0, at_positions).to(accumulator());
-    } else {
-      // theta^(-2 j / dim) * position in fp64: positions go to millions.
-      const auto doubles = options_.dtype(at::kDouble);
-      const at::Tensor frequency =
-          at::pow(c_.rope_theta, at::arange(dim_ / 2, doubles) * (-2.0 / double(dim_)));
-      const at::Tensor angle = at::outer(at_positions.to(at::kDouble), frequency);
-      cos = angle.cos().to(accumulator());
-      sin = angle.sin().to(accumulator());
-    }
-    if (g.sequences > 1) {
-      cos = cos.repeat({g.sequences, 1});
-      sin = sin.repeat({g.sequences, 1});
-    }
-    return {cos.contiguous(), sin.contiguous(), c_.interleaved};
   }
 
   // ------------------------------------------------------------------------------- attention
@@ -397,7 +365,7 @@ class Block {
   void rope_or_copy(const at::Tensor& made, const at::Tensor& k, const BlockGroup& g,
                     const RowBlock& b) const {
     if (k_norm_.weight.defined() || c_.rotary)
-      rope_forward(heads_of(made, c_.kv_heads), k_norm_, rope(g, b), k);
+      rope_forward(heads_of(made, c_.kv_heads), k_norm_, positions_.rope(g, b), k);
     else if (made.data_ptr() != k.data_ptr())
       k.copy_(heads_of(made, c_.kv_heads));
   }
@@ -462,10 +430,10 @@ class Block {
   const at::TensorOptions options_;         // of rows on the device
   const at::TensorOptions stream_options_;  // of the residual stream: x, h, y
   HostReader x_;                            // [tokens, hidden]
+  const BlockPositions positions_;
   const Norm norm1_, norm2_, q_norm_, k_norm_;
   const FfnWeights ffn_;
   at::Tensor sinks_;
-  at::Tensor positions_;  // of packed tokens, where they turn
 };
 
 }  // namespace

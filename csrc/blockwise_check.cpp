@@ -1,16 +1,17 @@
 #include "blockwise_check.h"
 
+#include "attention.h"
 #include "check.h"
 
 namespace flashbpt {
 namespace {
 
 void check_weight(const char* name, const at::Tensor& t, at::IntArrayRef sizes,
-                  const at::Tensor& like) {
+                  const at::Tensor& like, bool any_dtype = false) {
   if (!t.defined()) return;
   TORCH_CHECK(t.sizes() == sizes, "flashbpt: ", name, " must have shape ", sizes, ", got ",
               t.sizes());
-  TORCH_CHECK(t.scalar_type() == like.scalar_type(), "flashbpt: ", name,
+  TORCH_CHECK(any_dtype || t.scalar_type() == like.scalar_type(), "flashbpt: ", name,
               " must have the dtype of the other weights, ", like.scalar_type(), ", got ",
               t.scalar_type());
   TORCH_CHECK(t.device() == like.device(), "flashbpt: ", name, " must be on ", like.device(),
@@ -41,7 +42,8 @@ void check_ffn(int64_t hidden, const at::Tensor& like, const FfnWeights& w) {
 }  // namespace
 
 void check_ffn_rows(const at::Tensor& x, const FfnWeights& w) {
-  TORCH_CHECK(x.dim() >= 1, "flashbpt: x must have a last dimension of hidden columns, got shape ",
+  TORCH_CHECK(x.dim() >= 1 && x.size(-1) > 0,
+              "flashbpt: x must have a last dimension of hidden columns, one at least, got shape ",
               x.sizes());
   check_ffn(x.size(-1), x, w);
 }
@@ -53,6 +55,8 @@ void check_block(const BlockInputs& inputs, const BlockTensors& weights,
   TORCH_CHECK(x.dim() == (packed ? 2 : 3), "flashbpt: x must be ",
               packed ? "(tokens, hidden) with cu_seqlens" : "(batch, length, hidden)",
               ", got shape ", x.sizes());
+  TORCH_CHECK(x.size(-1) > 0, "flashbpt: x must have one hidden column at least, got shape ",
+              x.sizes());
   TORCH_CHECK(config.heads > 0 && config.kv_heads > 0 && config.heads % config.kv_heads == 0,
               "flashbpt: kv_heads must divide heads, got ", config.heads, " heads and ",
               config.kv_heads, " kv_heads");
@@ -67,7 +71,10 @@ void check_block(const BlockInputs& inputs, const BlockTensors& weights,
   };
   // Norms' weights may be of another type than the matrices.
   const auto check_norm = [&](const char* name, BlockWeight i, at::IntArrayRef sizes) {
-    if (weights[i].defined()) check_weight(name, weights[i].to(like.scalar_type()), sizes, like);
+    if (!weights[i].defined()) return;
+    TORCH_CHECK(weights[i].is_floating_point(), "flashbpt: ", name, " must be floating point, got ",
+                weights[i].scalar_type());
+    check_weight(name, weights[i], sizes, like, /*any_dtype=*/true);
   };
   // A residual stream in fp32 over products in 16 bits is autocast's. In the backward x may wait on
   // the host.
@@ -99,15 +106,30 @@ void check_block(const BlockInputs& inputs, const BlockTensors& weights,
     TORCH_CHECK(config.rotary,
                 "flashbpt: cos and sin were given, but rope is off; set rope to "
                 "'half' or 'interleaved'");
+    TORCH_CHECK(inputs.cos->is_floating_point() && inputs.sin->is_floating_point() &&
+                    inputs.cos->device() == like.device() && inputs.sin->device() == like.device(),
+                "flashbpt: cos and sin must be floating point on ", like.device(), ", got ",
+                inputs.cos->scalar_type(), " on ", inputs.cos->device(), " and ",
+                inputs.sin->scalar_type(), " on ", inputs.sin->device());
     TORCH_CHECK(inputs.cos->dim() == 2 && inputs.cos->sizes() == inputs.sin->sizes() &&
                     2 * inputs.cos->size(1) <= dim,
                 "flashbpt: cos and sin must be (positions, pairs) with at most ", dim / 2,
                 " pairs, got ", inputs.cos->sizes(), " and ", inputs.sin->sizes());
-    const int64_t length = packed ? 0 : x.size(1);  // packed lengths are on the device
+    // Packed lengths are on the device.
+    const int64_t length = packed ? std::min<int64_t>(x.size(0), 1) : x.size(1);
     TORCH_CHECK(inputs.cos->size(0) >= length, "flashbpt: cos and sin have ", inputs.cos->size(0),
                 " positions, but x has ", length);
   } else {
     TORCH_CHECK(!config.rotary || dim % 2 == 0, "flashbpt: rope needs an even head dim, got ", dim);
+  }
+  if (packed) {
+    const at::Tensor& cu = *inputs.cu_seqlens;
+    TORCH_CHECK(cu.dim() == 1 && cu.numel() > 0 && cu.device() == like.device() &&
+                    (cu.scalar_type() == at::kInt || cu.scalar_type() == at::kLong),
+                "flashbpt: cu_seqlens must be one dimension of int32 or int64 on ", like.device(),
+                " with one element at least, got ", cu.scalar_type(), " ", cu.sizes(), " on ",
+                cu.device());
+    if (cu.is_cpu()) check_cu_seqlens(cu, x.size(0), "cu_seqlens");
   }
   const bool draws = config.attention_dropout > 0 || config.residual_dropout > 0;
   TORCH_CHECK(!draws || inputs.rng_state, "flashbpt: dropout needs rng_state");

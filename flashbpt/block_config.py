@@ -47,7 +47,7 @@ class BlockConfig:
         is computed again) or "all" (what every product made: nothing is multiplied again).
     offload: None, or "cpu": x and attention's output wait for the backward in pinned memory.
     rows: of a block, rounded up to a multiple of 16; "auto" takes half of the tokens, at least
-        2048 and at most 8192.
+        2048 and at most 8192. Packed sequences with attention_dropout are one block.
     deterministic: as in `flashbpt.attention`.
     """
 
@@ -79,7 +79,7 @@ class BlockConfig:
         self.window_left()
         for p in (self.attention_dropout, self.residual_dropout):
             check_dropout(p)
-        if self.heads < 1 or self.heads % self.kv_heads_():
+        if self.heads < 1 or self.kv_heads_() < 1 or self.heads % self.kv_heads_():
             raise ValueError(
                 f"kv_heads must divide heads, got {self.heads} heads and {self.kv_heads} kv_heads"
             )
@@ -155,9 +155,10 @@ def block_memory(
     dtype=torch.bfloat16,
     x_dtype=None,
     sequences=1,
+    packed=False,
 ):
     """What `transformer_block` keeps, and takes at most, for `tokens` tokens in `sequences` of one
-    length.
+    length, or packed. With config.offload on the GPU alone.
 
     dtype is the weights'; x_dtype, of the residual stream, theirs unless given. Counts tensors, not
     what the allocator rounds them up to: `BlockMemory`, in bytes.
@@ -170,14 +171,19 @@ def block_memory(
     hidden_parts = 2 if gated else 1
     x, out = wide * tokens * hidden, element * tokens * width_q
     lse = acc * tokens * heads
-    kept = x + {"x": 0, "x+o": out + lse, "all": out + lse}[config.save]
+    if config.save == "x":
+        out = lse = 0
+    waits = x + out if config.offload else 0  # on the host
+    kept = x + out + lse - waits
     extra = 0
     if config.save == "all":
         per_token = element * (width_q + 2 * width_kv + hidden_parts * ffn) + wide * hidden
         extra = tokens * per_token
         kept += extra
-    length = tokens // max(sequences, 1)
+    length = tokens if packed else tokens // max(sequences, 1)
     rows = _rows_of_a_block(config.rows, tokens)
+    if packed and config.attention_dropout:
+        rows = tokens
     group = length * max(rows // max(length, 1), 1)  # tokens whose keys are there together
     rows = min(rows, group)
     kv = 2 * element * group * width_kv
@@ -188,9 +194,9 @@ def block_memory(
     )
     of_attention = rows * (element * (3 * hidden + 3 * width_q) + 2 * wide * hidden + acc * width_q)
     backward = 3 * x + kv + kv_gradients + acc * weights + max(of_ffn, of_attention)
-    if config.save != "x":
-        backward += out + lse
-    return BlockMemory(kept, backward + extra)
+    # Of what waits on the host a block is there, and the next one.
+    there = 2 * rows * (wide * hidden + element * width_q) if config.offload else out
+    return BlockMemory(kept, backward + there + lse + extra)
 
 
 def _rows_of_a_block(rows, tokens):

@@ -112,9 +112,9 @@ def transformer_block(x, weights, config, *, cos=None, sin=None, cu_seqlens=None
             deterministic = torch.are_deterministic_algorithms_enabled()
         if torch.compiler.is_compiling():
             arguments = (*without_repeats(arguments[:TENSORS]), *arguments[TENSORS:])
-        into = [WEIGHTS.index(name) for name in weights.main_grad or ()]
-        main = [weights.main_grad[WEIGHTS[i]] for i in into]
-        y, keys, values = _TransformerBlock.apply(*arguments, return_kv, deterministic, into, main)
+        into, main = _main_gradients(weights)
+        results = _TransformerBlock.apply(*arguments, return_kv, deterministic, into, main)
+        y, keys, values = results[:3]
     else:
         y, keys, values = _OPS.transformer_block_forward.default(*arguments, False, return_kv)[:3]
     return (y, (keys, values)) if return_kv else y
@@ -143,6 +143,24 @@ def _autocast_block(x, weights):
     if x.dtype != torch.float32 and x.dtype.itemsize == 2:
         (x,) = _autocast(x)
     return x, [cast.get(n, getattr(weights, n)) for n in WEIGHTS]
+
+
+def _main_gradients(weights):
+    """(indices of weights, the tensors that their gradients are added into)"""
+    given = weights.main_grad or {}
+    for name, t in given.items():
+        weight = getattr(weights, name) if name in WEIGHTS else None
+        if weight is None:
+            raise RuntimeError(
+                f"flashbpt: main_grad was given for {name!r}, which is no weight here"
+            )
+        acc = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        if (t.shape, t.dtype, t.device) != (weight.shape, acc, weight.device):
+            raise RuntimeError(
+                f"flashbpt: main_grad of {name} must be {acc} {tuple(weight.shape)} on "
+                f"{weight.device}, got {t.dtype} {tuple(t.shape)} on {t.device}"
+            )
+    return [WEIGHTS.index(name) for name in given], list(given.values())
 
 
 def _numbers(config):
@@ -178,46 +196,86 @@ FFN_TENSORS = 7
 
 
 class _Ffn(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, *arguments):
-        ctx.save_for_backward(*arguments[:FFN_TENSORS])
-        ctx.numbers = arguments[FFN_TENSORS:]
+    def forward(*arguments):
         return _OPS.blockwise_ffn_forward.default(*arguments)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:FFN_TENSORS])
+        ctx.numbers = inputs[FFN_TENSORS:]
+
+    @staticmethod
     def backward(ctx, grad):
         need = list(ctx.needs_input_grad[:FFN_TENSORS])
-        grads = _OPS.blockwise_ffn_backward.default(grad, *ctx.saved_tensors, *ctx.numbers, need)
-        return *grads, None, None
+        arguments = (grad, *ctx.saved_tensors, *ctx.numbers, need)
+        return *_backward(_OPS.blockwise_ffn_backward.default, arguments), None, None
 
 
 class _TransformerBlock(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *arguments):
-        (*inputs, return_kv, deterministic, into, main) = arguments
-        y, keys, values, *saved = _OPS.transformer_block_forward.default(*inputs, True, return_kv)
-        x = saved[-1] if saved[-1].numel() else inputs[0]  # it may wait on the host
-        ctx.save_for_backward(x, *inputs[1:TENSORS], *saved[:-1], saved[-1][:0])
-        ctx.numbers, ctx.deterministic = inputs[TENSORS:], deterministic
-        ctx.into, ctx.main = into, main
-        ctx.mark_non_differentiable(keys, values)
-        return y, keys, values
+    """The op's arguments, then return_kv, deterministic, and what main_grads there are: indices of
+    weights and tensors. Results beside y are not differentiable.
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad, _keys, _values):
+    def forward(*arguments):
+        inputs, return_kv = arguments[:ARGUMENTS], arguments[ARGUMENTS]
+        return _OPS.transformer_block_forward.default(*inputs, True, return_kv)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        saved = output[-SAVED:]
+        x = saved[-1] if saved[-1].numel() else inputs[0]  # it may wait on the host
+        ctx.save_for_backward(x, *inputs[1:TENSORS], *saved[:-1], saved[-1][:0])
+        ctx.numbers = inputs[TENSORS:ARGUMENTS]
+        ctx.deterministic, ctx.into, ctx.main = inputs[ARGUMENTS + 1 :]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, grad, *_):
         tensors = ctx.saved_tensors
+        if grad is None:
+            return (None,) * (ARGUMENTS + 4)
         need = list(ctx.needs_input_grad[:DIFFERENTIABLE])
         arguments = (grad, *tensors[:TENSORS], *ctx.numbers, *tensors[TENSORS:])
         arguments = (*arguments, ctx.deterministic, need)
+        op = _OPS.transformer_block_backward.default
         if ctx.into:
-            grads = _OPS.transformer_block_backward_accumulate.default(
-                *arguments, ctx.main, ctx.into
-            )
-        else:
-            grads = _OPS.transformer_block_backward.default(*arguments)
-        return *grads, *[None] * (ARGUMENTS - DIFFERENTIABLE + 4)
+            op = _OPS.transformer_block_backward_accumulate.default
+            arguments = (*arguments, ctx.main, ctx.into)
+        return *_backward(op, arguments), *[None] * (ARGUMENTS - DIFFERENTIABLE + 4)
+
+
+def _backward(op, arguments):
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _Backward.apply(op, *arguments)
+    return op(*arguments)
+
+
+class _Backward(torch.autograd.Function):
+    """The backward under create_graph: its own derivative is an error that says what to do."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(op, *arguments):
+        return op(*arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            "flashbpt's transformer block and FFN have no double backward; write the layer with "
+            "torch's own functions for it"
+        )
 
 
 # ------------------------------------------------------------ fake kernels
@@ -276,9 +334,11 @@ def _block_forward_fake(*arguments):
 
 def _block_backward_fake(grad, *rest):
     need = rest[ARGUMENTS + SAVED + 1]
+    x, *weights = rest[:DIFFERENTIABLE]
+    x = grad.new_empty(x.shape, dtype=x.dtype)  # the given one may wait on the host
     return tuple(
         t.new_empty(t.shape) if wanted and t is not None else None
-        for t, wanted in zip(rest[:DIFFERENTIABLE], need, strict=True)
+        for t, wanted in zip((x, *weights), need, strict=True)
     )
 
 

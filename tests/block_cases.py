@@ -11,6 +11,9 @@ import torch.nn.functional as F
 import flashbpt
 from flashbpt.block_config import WEIGHTS
 
+RMS = flashbpt.BlockConfig(heads=4, kv_heads=2, rows=16)
+HIDDEN, FFN = 32, 56
+
 ACTIVATIONS = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -196,3 +199,26 @@ def plain_ffn(x, w, config):
     if w.w_gate is None:
         return F.linear(activation(up), w.w_down, w.b_down)
     return F.linear(activation(F.linear(x, w.w_gate, w.b_gate)) * up, w.w_down, w.b_down)
+
+
+def run(fn, x, weights, config, grad=None, **options):
+    """(y, gradients by name) of a call with leaves of its own."""
+    x = x.detach().requires_grad_()
+    y = fn(x, weights, config, **options)
+    grad = torch.ones_like(y) if grad is None else grad.to(y.dtype)
+    tensors = {"x": x, **leaves(weights)}
+    grads = torch.autograd.grad(y, list(tensors.values()), grad)
+    return y.detach(), dict(zip(tensors, grads, strict=True))
+
+
+def assert_same(got, right, factor=1e-11):
+    (y, grads), (y_right, grads_right) = got, right
+    assert set(grads) == set(grads_right)
+    for name, a, b in [("y", y, y_right), *((n, grads[n], grads_right[n]) for n in grads)]:
+        assert a.shape == b.shape and a.dtype == b.dtype, name
+        assert (a - b).abs().max() <= factor * max(1.0, b.abs().max()), name
+
+
+def inputs(shape, device, dtype=torch.float64):
+    x = torch.randn(*shape, HIDDEN, dtype=torch.float64, device=device).to(dtype)
+    return x, torch.randn_like(x)

@@ -7,11 +7,13 @@ import pytest
 import reference
 import test_append_paged_kv
 import torch
+from block_cases import leaves, make_weights
 from cases import Case, VarlenCase, make, make_varlen
 from compare import as_truth, evaluate, with_cotangents
 from op_calls import backward, backward_accumulate, forward
 
 import flashbpt
+from flashbpt.blockwise import _numbers
 
 pytestmark = pytest.mark.gpu
 
@@ -167,3 +169,44 @@ def test_append(cuda, dtype):
     test_append_paged_kv.test_append(cuda, dtype, "hnd", torch.int32)
     test_append_paged_kv.test_append_rotates_keys(cuda, dtype, 20, True)
     test_append_paged_kv.test_append_to_fp8(cuda, "e4m3", "heads")
+
+
+@pytest.mark.parametrize("hidden", [64, 33])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ["rms", "layer", "offload"])
+def test_block(cuda, kind, dtype, hidden):
+    """The kernels between a block's products, in vectors and element by element."""
+    config = flashbpt.BlockConfig(
+        heads=4,
+        kv_heads=2,
+        norm="layer" if kind == "layer" else "rms",
+        activation="gelu" if kind == "layer" else "silu",
+        rope="interleaved" if kind == "layer" else "half",
+        qk_norm=kind != "layer",
+        residual_dropout=0.25,
+        offload="cpu" if kind == "offload" else None,
+        rows=16,
+    )
+    weights = make_weights(config, hidden, 40, dtype, "cpu", head_dim=16, bias=True)
+    x = torch.randn(2, 37, hidden).to(dtype)
+    on_cpu, on_gpu = (
+        replace(
+            weights, **{n: t.detach().to(d).requires_grad_() for n, t in leaves(weights).items()}
+        )
+        for d in ("cpu", cuda)
+    )
+    results = []
+    for device, w in (("cpu", on_cpu), (cuda, on_gpu)):
+        moved = x.to(device).requires_grad_()
+        state = torch.tensor([7, 4], device=device)
+        arguments = (moved, *w.tensors(), None, None, None, state, *_numbers(config))
+        with torch.no_grad():
+            y, _, _, *saved = torch.ops.flashbpt.transformer_block_forward(*arguments, True, False)
+            need = [t is not None for t in (moved, *w.tensors())]
+            grads = torch.ops.flashbpt.transformer_block_backward(
+                torch.ones_like(y), *arguments, *saved, True, need
+            )
+        results.append([y, *(g for g in grads if g is not None)])
+    for right, got in zip(*results, strict=True):
+        size = max(1.0, float(right.abs().max()))
+        torch.testing.assert_close(got.cpu(), right, rtol=0, atol=0.06 * size)
