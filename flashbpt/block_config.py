@@ -79,12 +79,12 @@ class BlockConfig:
         self.window_left()
         for p in (self.attention_dropout, self.residual_dropout):
             check_dropout(p)
-        if self.heads < 1 or self.kv_heads_() < 1 or self.heads % self.kv_heads_():
+        if self.heads < 1 or self.key_heads() < 1 or self.heads % self.key_heads():
             raise ValueError(
                 f"kv_heads must divide heads, got {self.heads} heads and {self.kv_heads} kv_heads"
             )
 
-    def kv_heads_(self) -> int:
+    def key_heads(self) -> int:
         return self.heads if self.kv_heads is None else self.kv_heads
 
     def window_left(self) -> int:
@@ -165,7 +165,7 @@ def block_memory(
     """
     element, wide = dtype.itemsize, (x_dtype or dtype).itemsize
     acc = max(element, 4)
-    heads, kv_heads = config.heads, config.kv_heads_()
+    heads, kv_heads = config.heads, config.key_heads()
     head_dim = head_dim or hidden // heads
     width_q, width_kv = heads * head_dim, kv_heads * head_dim
     hidden_parts = 2 if gated else 1

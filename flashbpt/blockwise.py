@@ -167,7 +167,7 @@ def _numbers(config):
     """The op's options after its tensors."""
     return (
         config.heads,
-        config.kv_heads_(),
+        config.key_heads(),
         NORMS.index(config.norm),
         config.eps,
         ACTIVATIONS.index(config.activation),

@@ -32,7 +32,7 @@ LINEAR = 0.95  # of the rate of torch.mm
 PEERS = "plain plain_flashbpt compile checkpoint checkpoint_chunked selective".split()
 # At four layers: what the target is about, and the strongest that PyTorch has.
 PEERS_OF_FOUR = "plain_flashbpt", "selective"
-KEPT_OF_FOUR = "plain", "compile", "checkpoint", "checkpoint_chunked"
+FORWARD_ONLY = "plain", "compile", "checkpoint", "checkpoint_chunked"
 QUICK = 1024  # times fewer tokens
 QUICK_SHAPES = {
     "7B": Shape("7B", hidden=64, heads=4, kv_heads=4, ffn=96, head_dim=16),
@@ -71,7 +71,7 @@ def cases(options: Options) -> Iterator[BlockCase]:
             tokens // scale,
             layers=4,
             peers=PEERS_OF_FOUR,
-            kept=KEPT_OF_FOUR,
+            kept=FORWARD_ONLY,
             bars={"time": time},
         )
     yield BlockCase(of_8b, LONG // scale, peers=("plain_flashbpt",))
