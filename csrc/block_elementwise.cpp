@@ -7,8 +7,8 @@
 namespace flashbpt {
 namespace {
 
-bool has_kernels(const at::Tensor& rows) {
-  return rows.is_cuda() && rows.scalar_type() != at::kDouble;
+const RowBackend& backend_of(const at::Tensor& rows) {
+  return rows.is_cuda() && rows.scalar_type() != at::kDouble ? kSm80Rows : kAtenRows;
 }
 
 }  // namespace
@@ -21,52 +21,49 @@ void norm_forward(const at::Tensor& x, const Norm& norm, const at::Tensor& out) 
     out.copy_(wide);
     return;
   }
-  (has_kernels(x) ? sm80::norm_forward : aten::norm_forward)(x, norm, out);
+  backend_of(x).norm_forward(x, norm, out);
 }
 
 void norm_backward(const at::Tensor& dy, const at::Tensor& x, const Norm& norm,
                    const at::Tensor& residual, const at::Tensor& dx, const NormGradients& grads) {
   if (x.numel() == 0) return;
-  (has_kernels(x) ? sm80::norm_backward : aten::norm_backward)(dy.to(x.scalar_type()), x, norm,
-                                                               residual, dx, grads);
+  backend_of(x).norm_backward(dy.to(x.scalar_type()), x, norm, residual, dx, grads);
 }
 
 void rope_forward(const at::Tensor& x, const Norm& norm, const Rope& rope, const at::Tensor& out) {
   if (x.numel() == 0) return;
-  (has_kernels(x) ? sm80::rope_forward : aten::rope_forward)(x, norm, rope, out);
+  backend_of(x).rope_forward(x, norm, rope, out);
 }
 
 void rope_backward(const at::Tensor& dy, const at::Tensor& x, const Norm& norm, const Rope& rope,
                    const at::Tensor& dx, const NormGradients& grads) {
   if (dx.numel() == 0) return;
-  (has_kernels(dx) ? sm80::rope_backward : aten::rope_backward)(dy, x, norm, rope, dx, grads);
+  backend_of(dx).rope_backward(dy, x, norm, rope, dx, grads);
 }
 
 void activation_forward(const at::Tensor& gate, const at::Tensor& up, Activation activation,
                         const at::Tensor& out) {
   if (up.numel() == 0) return;
-  (has_kernels(up) ? sm80::activation_forward : aten::activation_forward)(gate, up, activation,
-                                                                          out);
+  backend_of(up).activation_forward(gate, up, activation, out);
 }
 
 void activation_backward(const at::Tensor& da, const at::Tensor& gate, const at::Tensor& up,
                          Activation activation) {
   if (up.numel() == 0) return;
-  (has_kernels(up) ? sm80::activation_backward : aten::activation_backward)(da, gate, up,
-                                                                            activation);
+  backend_of(up).activation_backward(da, gate, up, activation);
 }
 
 void residual_forward(const at::Tensor& x, const at::Tensor& bias, const RowDropout& dropout,
                       const at::Tensor& residual, const at::Tensor& out) {
   if (x.numel() == 0) return;
   const at::ScalarType dtype = out.scalar_type();
-  (has_kernels(out) ? sm80::residual_forward : aten::residual_forward)(
-      x.to(dtype), bias.defined() ? bias.to(dtype) : bias, dropout, residual, out);
+  backend_of(out).residual_forward(x.to(dtype), bias.defined() ? bias.to(dtype) : bias, dropout,
+                                   residual, out);
 }
 
 void dropout_backward(const at::Tensor& dy, const RowDropout& dropout, const at::Tensor& dx) {
   if (dy.numel() == 0) return;
-  (has_kernels(dy) ? sm80::dropout_backward : aten::dropout_backward)(dy, dropout, dx);
+  backend_of(dy).dropout_backward(dy, dropout, dx);
 }
 
 }  // namespace flashbpt

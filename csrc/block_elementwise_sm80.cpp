@@ -18,10 +18,11 @@
 #include "sm80/row_norm/launch.h"
 #endif
 
-namespace flashbpt::sm80 {
+namespace flashbpt {
 
 #ifdef FLASHBPT_WITH_CUDA
 
+namespace sm80 {
 namespace {
 
 template <Activation kActivation, ActivationFunction kFunction>
@@ -172,8 +173,6 @@ ActivationParams activation_params(const at::Tensor& gate, const at::Tensor& up,
           ActivationFunction(activation), data_type(up.scalar_type())};
 }
 
-}  // namespace
-
 void norm_forward(const at::Tensor& x, const Norm& norm, const at::Tensor& out) {
   const c10::cuda::CUDAGuard guard(x.device());
   launch_row_norm(norm_params<RowNormParams>(x, norm, out), c10::cuda::getCurrentCUDAStream());
@@ -256,44 +255,18 @@ void dropout_backward(const at::Tensor& dy, const RowDropout& dropout, const at:
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+}  // namespace
+}  // namespace sm80
+
+const RowBackend kSm80Rows{sm80::norm_forward,       sm80::norm_backward,
+                           sm80::rope_forward,       sm80::rope_backward,
+                           sm80::activation_forward, sm80::activation_backward,
+                           sm80::residual_forward,   sm80::dropout_backward};
+
 #else
 
-namespace {
-
-[[noreturn]] void refuse() {
-  TORCH_CHECK(false, "flashbpt: this build has no CUDA part");
-}
-
-}  // namespace
-
-void norm_forward(const at::Tensor&, const Norm&, const at::Tensor&) {
-  refuse();
-}
-void norm_backward(const at::Tensor&, const at::Tensor&, const Norm&, const at::Tensor&,
-                   const at::Tensor&, const NormGradients&) {
-  refuse();
-}
-void rope_forward(const at::Tensor&, const Norm&, const Rope&, const at::Tensor&) {
-  refuse();
-}
-void rope_backward(const at::Tensor&, const at::Tensor&, const Norm&, const Rope&,
-                   const at::Tensor&, const NormGradients&) {
-  refuse();
-}
-void activation_forward(const at::Tensor&, const at::Tensor&, Activation, const at::Tensor&) {
-  refuse();
-}
-void activation_backward(const at::Tensor&, const at::Tensor&, const at::Tensor&, Activation) {
-  refuse();
-}
-void residual_forward(const at::Tensor&, const at::Tensor&, const RowDropout&, const at::Tensor&,
-                      const at::Tensor&) {
-  refuse();
-}
-void dropout_backward(const at::Tensor&, const RowDropout&, const at::Tensor&) {
-  refuse();
-}
+const RowBackend kSm80Rows{};
 
 #endif
 
-}  // namespace flashbpt::sm80
+}  // namespace flashbpt

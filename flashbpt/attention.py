@@ -15,6 +15,7 @@ from flashbpt.arguments import (
     without_repeats,
 )
 from flashbpt.backend import _State
+from flashbpt.derivatives import run_backward
 
 _OPS = torch.ops.flashbpt
 UPPER_LEFT, LOWER_RIGHT = "upper-left", "lower-right"
@@ -233,6 +234,11 @@ TENSORS = 9  # and cu_seqlens_q, cu_seqlens_k, rng_state
 RNG_STATE = 8
 DROPOUT_P = 16
 ARGUMENTS = 24
+NO_DOUBLE_BACKWARD = (
+    "flashbpt has no double backward; use "
+    "torch.nn.functional.scaled_dot_product_attention under "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for it"
+)
 
 
 class _Attention(torch.autograd.Function):
@@ -288,31 +294,7 @@ def gradients(ctx, grad_out, grad_lse):
         grad_out = torch.zeros_like(out)
     arguments = (grad_out, grad_lse, q, k, v, out, lse, lse_lo, mask_tiles, *tensors)
     arguments = (*arguments, *ctx.options, list(ctx.needs_input_grad[:DIFFERENTIABLE]))
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _AttentionBackward.apply(*arguments)
-    return _OPS.attention_backward.default(*arguments)
-
-
-class _AttentionBackward(torch.autograd.Function):
-    """The backward under create_graph: its own derivative is an error that says what to do."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments):
-        return _OPS.attention_backward.default(*arguments)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError(
-            "flashbpt has no double backward; use "
-            "torch.nn.functional.scaled_dot_product_attention under "
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for it"
-        )
+    return run_backward(_OPS.attention_backward.default, arguments, NO_DOUBLE_BACKWARD)
 
 
 # ------------------------------------------------------------ fake kernels

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import register_flop_formula
 from flashbpt.arguments import without_repeats
 from flashbpt.backend import _State
 from flashbpt.block_config import ACTIVATIONS, NORMS, SAVES, WEIGHTS, choice, rows_asked
+from flashbpt.derivatives import run_backward
 
 _OPS = torch.ops.flashbpt
 
@@ -193,6 +194,10 @@ TENSORS = DIFFERENTIABLE + 4  # and cos, sin, cu_seqlens, rng_state
 ARGUMENTS = TENSORS + 17
 SAVED = 9
 FFN_TENSORS = 7
+NO_DOUBLE_BACKWARD = (
+    "flashbpt's transformer block and FFN have no double backward; write the layer with torch's "
+    "own functions for it"
+)
 
 
 class _Ffn(torch.autograd.Function):
@@ -211,7 +216,8 @@ class _Ffn(torch.autograd.Function):
     def backward(ctx, grad):
         need = list(ctx.needs_input_grad[:FFN_TENSORS])
         arguments = (grad, *ctx.saved_tensors, *ctx.numbers, need)
-        return *_backward(_OPS.blockwise_ffn_backward.default, arguments), None, None
+        op = _OPS.blockwise_ffn_backward.default
+        return *run_backward(op, arguments, NO_DOUBLE_BACKWARD), None, None
 
 
 class _TransformerBlock(torch.autograd.Function):
@@ -248,34 +254,8 @@ class _TransformerBlock(torch.autograd.Function):
         if ctx.into:
             op = _OPS.transformer_block_backward_accumulate.default
             arguments = (*arguments, ctx.main, ctx.into)
-        return *_backward(op, arguments), *[None] * (ARGUMENTS - DIFFERENTIABLE + 4)
-
-
-def _backward(op, arguments):
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return _Backward.apply(op, *arguments)
-    return op(*arguments)
-
-
-class _Backward(torch.autograd.Function):
-    """The backward under create_graph: its own derivative is an error that says what to do."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(op, *arguments):
-        return op(*arguments)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError(
-            "flashbpt's transformer block and FFN have no double backward; write the layer with "
-            "torch's own functions for it"
-        )
+        grads = run_backward(op, arguments, NO_DOUBLE_BACKWARD)
+        return *grads, *[None] * (ARGUMENTS - DIFFERENTIABLE + 4)
 
 
 # ------------------------------------------------------------ fake kernels

@@ -8,17 +8,10 @@ from torch import nn
 
 from flashbpt.nn import TransformerBlock
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RANKS, BATCH, TOKENS, DIM, STEPS = 2, 4, 19, 32, 3
 HOW = ("ddp", "fsdp2", "fsdp2 loaded")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """For tensors this small threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Model(nn.Module):

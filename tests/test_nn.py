@@ -7,25 +7,12 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
+from block_cases import ACTIVATIONS
 from nn_cases import DIM, FFN, GPT2, HEADS, KINDS, TOKENS, make
 
 from flashbpt.nn import TransformerBlock
 
-ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """For tensors this small threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rotary(length, dim, theta):

@@ -17,7 +17,8 @@
 #include "../attention/philox.h"
 #include "../check.h"
 
-namespace flashbpt::aten {
+namespace flashbpt {
+namespace aten {
 namespace {
 
 at::Tensor accumulator(const at::Tensor& t) {
@@ -128,8 +129,6 @@ at::Tensor kept(const at::Tensor& x, const RowDropout& dropout) {
   return factors.to(x.device(), accumulation_dtype(x.scalar_type()));
 }
 
-}  // namespace
-
 void norm_forward(const at::Tensor& x, const Norm& norm, const at::Tensor& out) {
   out.copy_(scaled(Normalized(accumulator(x), norm).x, norm));
 }
@@ -190,4 +189,12 @@ void dropout_backward(const at::Tensor& dy, const RowDropout& dropout, const at:
   dx.copy_(dropout.rng_state ? accumulator(dy) * kept(dy, dropout) : dy);
 }
 
-}  // namespace flashbpt::aten
+}  // namespace
+}  // namespace aten
+
+const RowBackend kAtenRows{aten::norm_forward,       aten::norm_backward,
+                           aten::rope_forward,       aten::rope_backward,
+                           aten::activation_forward, aten::activation_backward,
+                           aten::residual_forward,   aten::dropout_backward};
+
+}  // namespace flashbpt
