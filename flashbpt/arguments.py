@@ -6,11 +6,11 @@ import operator
 import torch
 
 
-def autocast(query, key, value, attn_mask=None):
-    """The tensors in autocast's dtype, where it is on: what it does to SDPA."""
-    device_type = query.device.type
+def autocast(*tensors):
+    """The tensors, some of which may be None, in autocast's dtype where it is on for the first."""
+    device_type = tensors[0].device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return query, key, value, attn_mask
+        return tensors
     dtype = torch.get_autocast_dtype(device_type)
 
     def cast(t):
@@ -18,7 +18,7 @@ def autocast(query, key, value, attn_mask=None):
             return t
         return t.to(dtype)
 
-    return cast(query), cast(key), cast(value), cast(attn_mask)
+    return tuple(map(cast, tensors))
 
 
 def window_limits(window):

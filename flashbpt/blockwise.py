@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from flashbpt.arguments import without_repeats
+from flashbpt.arguments import autocast, without_repeats
+from flashbpt.attention import accumulation_dtype
 from flashbpt.backend import _State
 from flashbpt.block_config import ACTIVATIONS, NORMS, SAVES, WEIGHTS, choice, rows_asked
 from flashbpt.derivatives import run_backward
@@ -49,7 +50,7 @@ def blockwise_ffn(
 
     Source: Blockwise Parallel Transformer (arXiv 2305.19370).
     """
-    arguments = (*_autocast(x, w_gate, w_up, w_down, b_gate, b_up, b_down),)
+    arguments = autocast(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     numbers = (choice("activation", activation, ACTIVATIONS), rows_asked(rows))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments):
         if torch.compiler.is_compiling():
@@ -124,25 +125,14 @@ def transformer_block(x, weights, config, *, cos=None, sin=None, cu_seqlens=None
 # --------------------------------------------------------------- arguments
 
 
-def _autocast(*tensors):
-    device_type = tensors[0].device.type
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(
-        t if t is None or not t.is_floating_point() or t.dtype == torch.float64 else t.to(dtype)
-        for t in tensors
-    )
-
-
 def _autocast_block(x, weights):
     """(x, tensors): matrices in autocast's dtype, as it does to linear layers; the residual stream
     stays in fp32, and so do the norms.
     """
     names = [n for n in WEIGHTS if "norm" not in n and n != "sinks"]
-    cast = dict(zip(names, _autocast(x, *(getattr(weights, n) for n in names))[1:], strict=True))
-    if x.dtype != torch.float32 and x.dtype.itemsize == 2:
-        (x,) = _autocast(x)
+    cast = dict(zip(names, autocast(x, *(getattr(weights, n) for n in names))[1:], strict=True))
+    if x.dtype.itemsize == 2:
+        (x,) = autocast(x)
     return x, [cast.get(n, getattr(weights, n)) for n in WEIGHTS]
 
 
@@ -155,7 +145,7 @@ def _main_gradients(weights):
             raise RuntimeError(
                 f"flashbpt: main_grad was given for {name!r}, which is no weight here"
             )
-        acc = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        acc = accumulation_dtype(weight.dtype)
         if (t.shape, t.dtype, t.device) != (weight.shape, acc, weight.device):
             raise RuntimeError(
                 f"flashbpt: main_grad of {name} must be {acc} {tuple(weight.shape)} on "
@@ -295,7 +285,7 @@ def _block_forward_fake(*arguments):
     lse = (tokens, heads) if packed else (x.shape[0], heads, x.shape[1])
     some, everything = keep and save != "x", keep and save == "all"
     ffn = w["w_up"].shape[0]
-    acc = torch.float64 if w["wq"].dtype == torch.float64 else torch.float32
+    acc = accumulation_dtype(w["wq"].dtype)
     return (
         x.new_empty(x.shape),
         rows(return_kv, *kv),
@@ -312,6 +302,7 @@ def _block_forward_fake(*arguments):
     )
 
 
+@torch.library.register_fake("flashbpt::transformer_block_backward")
 def _block_backward_fake(grad, *rest):
     need = rest[ARGUMENTS + SAVED + 1]
     x, *weights = rest[:DIFFERENTIABLE]
@@ -320,11 +311,6 @@ def _block_backward_fake(grad, *rest):
         t.new_empty(t.shape) if wanted and t is not None else None
         for t, wanted in zip((x, *weights), need, strict=True)
     )
-
-
-@torch.library.register_fake("flashbpt::transformer_block_backward")
-def _block_backward_only_fake(*arguments):
-    return _block_backward_fake(*arguments)
 
 
 @torch.library.register_fake("flashbpt::transformer_block_backward_accumulate")

@@ -99,7 +99,7 @@ def prepare_varlen(
             check(cu_seqlens_k, key.shape[0], "cu_seqlens_k"),
         )
     check_dropout(dropout_p)
-    query, key, value, _ = autocast(query, key, value)
+    query, key, value = autocast(query, key, value)
     left, right = window_limits(window)
     return (
         query,
