@@ -9,10 +9,11 @@
 #include <cstdint>
 #include <optional>
 
+#include "activation.h"
+
 namespace flashbpt {
 
 enum class NormKind : int64_t { kRms, kLayer };
-enum class Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu };
 
 // A norm over the last dimension: (x - mean) * rstd * weight + bias, with mean 0 and no bias in an
 // RMSNorm.

@@ -25,13 +25,6 @@ namespace flashbpt {
 namespace sm80 {
 namespace {
 
-template <Activation kActivation, ActivationFunction kFunction>
-constexpr bool same = static_cast<int64_t>(kActivation) == static_cast<int64_t>(kFunction);
-static_assert(same<Activation::kSilu, ActivationFunction::kSilu> &&
-              same<Activation::kGelu, ActivationFunction::kGelu> &&
-              same<Activation::kGeluTanh, ActivationFunction::kGeluTanh> &&
-              same<Activation::kRelu, ActivationFunction::kRelu>);
-
 // A contiguous tensor of `elements` elements of `like`'s type; null where undefined.
 void* elements_of(const char* name, const at::Tensor& t, const at::Tensor& like, int64_t elements) {
   if (!t.defined()) return nullptr;
@@ -168,9 +161,12 @@ RowDropoutParams dropout_params(const at::Tensor& x, const RowDropout& dropout,
 
 ActivationParams activation_params(const at::Tensor& gate, const at::Tensor& up,
                                    Activation activation, const at::Tensor& out) {
-  return {rows_of("gate", gate, up),      rows_of("up", up, up),
-          rows_of("out or da", out, up),  up.numel(),
-          ActivationFunction(activation), data_type(up.scalar_type())};
+  return {rows_of("gate", gate, up),
+          rows_of("up", up, up),
+          rows_of("out or da", out, up),
+          up.numel(),
+          activation,
+          data_type(up.scalar_type())};
 }
 
 void norm_forward(const at::Tensor& x, const Norm& norm, const at::Tensor& out) {

@@ -9,6 +9,7 @@
 #include "harness.h"
 
 using namespace flashbpt::sm80;
+using flashbpt::Activation;
 
 inline int multiprocessors() {
   cudaDeviceProp device;

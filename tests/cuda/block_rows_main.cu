@@ -13,7 +13,7 @@
 namespace {
 
 // f(x) and f'(x), and the sizes of their terms.
-std::pair<Value, Value> activated(ActivationFunction f, double x) {
+std::pair<Value, Value> activated(Activation f, double x) {
   const auto logistic = [](double t) { return 1 / (1 + std::exp(-t)); };
   const double phi = 0.5 * std::erfc(-x * std::sqrt(0.5));
   const double density = std::exp(-0.5 * x * x) / std::sqrt(2 * M_PI);
@@ -21,22 +21,22 @@ std::pair<Value, Value> activated(ActivationFunction f, double x) {
   const double u_slope = 2 * std::sqrt(2 / M_PI) * (1 + 3 * 0.044715 * x * x), t = logistic(u);
   const double t_slope = x * t * logistic(-u) * u_slope, relative = 1 + std::abs(u);
   switch (f) {
-    case ActivationFunction::kSilu:
+    case Activation::kSilu:
       return {{x * s, std::abs(x * s)},
               {s + x * s * logistic(-x), s + std::abs(x * s * logistic(-x))}};
-    case ActivationFunction::kGelu:
+    case Activation::kGelu:
       return {{x * phi, std::abs(x)}, {phi + x * density, 1 + std::abs(x * x * x * density)}};
-    case ActivationFunction::kGeluTanh:
+    case Activation::kGeluTanh:
       return {{x * t, std::abs(x * t) * relative},
               {t + t_slope, (t + std::abs(t_slope)) * relative}};
-    case ActivationFunction::kRelu:
+    case Activation::kRelu:
       break;
   }
   return {{x > 0 ? x : 0, 0}, {x > 0 ? 1.0 : 0.0, 0}};
 }
 
 template <typename T>
-void check_activation(ActivationFunction f, bool gated, int64_t count, int64_t first) {
+void check_activation(Activation f, bool gated, int64_t count, int64_t first) {
   auto gate = Tensor<T>::random(count, 0, first), up = Tensor<T>::random(count, 1, first);
   auto grad = Tensor<T>::random(count, 1, first), out = Tensor<T>::random(count, 0, first);
   Tensor<T>& argument = gated ? gate : up;
@@ -129,7 +129,7 @@ void check_long() {
   p.dtype = Type<__nv_bfloat16>::kDtype;
   launch_row_dropout(p, nullptr);
   check("residual of 2^31 + 1000 rows", out, 2);
-  launch_activation_forward({nullptr, out, x, rows, ActivationFunction::kRelu, p.dtype}, nullptr);
+  launch_activation_forward({nullptr, out, x, rows, Activation::kRelu, p.dtype}, nullptr);
   check("relu of 2^31 + 1000 elements", x, 2);
 }
 
@@ -159,8 +159,8 @@ void check_type() {
                             {11, 1, 1024, 512, false, true, true, false},
                             {40, 4, 64, 30, false, false, false, true}})
     check_rope<T>(c);
-  for (const auto f : {ActivationFunction::kSilu, ActivationFunction::kGelu,
-                       ActivationFunction::kGeluTanh, ActivationFunction::kRelu})
+  for (const auto f :
+       {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh, Activation::kRelu})
     for (const bool gated : {true, false}) {
       check_activation<T>(f, gated, 100003, 0);
       check_activation<T>(f, gated, 4099, 1);

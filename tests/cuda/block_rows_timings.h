@@ -147,10 +147,10 @@ inline void time_rope(int64_t rows, int heads, int dim) {
 inline void time_activations(int64_t rows, int64_t width) {
   const TimedTensors t(3, rows * width);
   const char* const names[] = {"silu", "gelu", "gelu_tanh", "relu"};
-  for (const auto f : {ActivationFunction::kSilu, ActivationFunction::kGelu,
-                       ActivationFunction::kGeluTanh, ActivationFunction::kRelu})
+  for (const auto f :
+       {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh, Activation::kRelu})
     for (const bool gated : {true, false}) {
-      if (!gated && f == ActivationFunction::kSilu) continue;
+      if (!gated && f == Activation::kSilu) continue;
       const auto params = [&](int set) {
         return ActivationParams{gated ? t.tensors[set][0] : nullptr,
                                 t.tensors[set][1],

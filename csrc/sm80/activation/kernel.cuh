@@ -19,16 +19,16 @@
 namespace flashbpt::sm80 {
 
 // use(f) with the activation f: one branch a thread, not one an element.
-template <typename Use>
-__device__ void with_function(ActivationFunction function, Use use) {
+template <typename T, typename Use>
+__device__ void with_function(Activation function, Use use) {
   switch (function) {
-    case ActivationFunction::kSilu:
-      return use([](float x) { return silu(x); });
-    case ActivationFunction::kGelu:
+    case Activation::kSilu:
+      return use([](float x) { return silu<T>(x); });
+    case Activation::kGelu:
       return use([](float x) { return gelu(x); });
-    case ActivationFunction::kGeluTanh:
-      return use([](float x) { return gelu_tanh(x); });
-    case ActivationFunction::kRelu:
+    case Activation::kGeluTanh:
+      return use([](float x) { return gelu_tanh<T>(x); });
+    case Activation::kRelu:
       return use([](float x) { return relu(x); });
   }
 }
@@ -51,44 +51,44 @@ struct ActivationPieces {
     *reinterpret_cast<Vector*>(to) = Vector::round(x);
   }
 
+  template <bool kGated>
   __device__ void forward() const {
-    const bool gated = p.gate != nullptr;
     Vector gate[kPieces], up[kPieces];
+    if (kGated) load(gate, p.gate);
     load(up, p.up);
-    load(gate, gated ? p.gate : p.up);
-    with_function(p.function, [&](auto f) {
+    with_function<T>(p.function, [&](auto f) {
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
         float out[kWidth];
 #pragma unroll
         for (int j = 0; j < kWidth; ++j)
-          out[j] = f(gate[i].get(j)).value * (gated ? up[i].get(j) : 1.0f);
+          out[j] = kGated ? f(gate[i].get(j)).value * up[i].get(j) : f(up[i].get(j)).value;
         store(p.out, i, out);
       }
     });
   }
 
+  template <bool kGated>
   __device__ void backward() const {
-    const bool gated = p.gate != nullptr;
     Vector grad[kPieces], gate[kPieces], up[kPieces];
     load(grad, p.out);
     load(up, p.up);
-    load(gate, gated ? p.gate : p.up);
-    with_function(p.function, [&](auto f) {
+    if (kGated) load(gate, p.gate);
+    with_function<T>(p.function, [&](auto f) {
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
         float out[kWidth], grad_gate[kWidth], grad_up[kWidth];
 #pragma unroll
         for (int j = 0; j < kWidth; ++j) {
-          const Activated a = f(gate[i].get(j));
-          const float factor = gated ? up[i].get(j) : 1.0f;
+          const Activated a = f((kGated ? gate : up)[i].get(j));
+          const float factor = kGated ? up[i].get(j) : 1.0f;
           out[j] = a.value * factor;
           grad_gate[j] = grad[i].get(j) * factor * a.slope;
           grad_up[j] = grad[i].get(j) * a.value;
         }
         store(p.out, i, out);
-        store(p.up, i, gated ? grad_up : grad_gate);
-        if (gated) store(p.gate, i, grad_gate);
+        store(p.up, i, kGated ? grad_up : grad_gate);
+        if (kGated) store(p.gate, i, grad_gate);
       }
     });
   }
@@ -116,7 +116,12 @@ __global__ void __launch_bounds__(kActivationForwardConfig.block_threads,
                                   kActivationForwardConfig.min_blocks)
     activation_forward_kernel(const __grid_constant__ ActivationParams p) {
   ptx::follow_earlier_grids();
-  for_each_pieces<T, kActivationForwardConfig>(p, [](const auto& pieces) { pieces.forward(); });
+  for_each_pieces<T, kActivationForwardConfig>(p, [&](const auto& pieces) {
+    if (p.gate != nullptr)
+      pieces.template forward<true>();
+    else
+      pieces.template forward<false>();
+  });
 }
 
 template <typename T>
@@ -124,7 +129,12 @@ __global__ void __launch_bounds__(kActivationBackwardConfig.block_threads,
                                   kActivationBackwardConfig.min_blocks)
     activation_backward_kernel(const __grid_constant__ ActivationParams p) {
   ptx::follow_earlier_grids();
-  for_each_pieces<T, kActivationBackwardConfig>(p, [](const auto& pieces) { pieces.backward(); });
+  for_each_pieces<T, kActivationBackwardConfig>(p, [&](const auto& pieces) {
+    if (p.gate != nullptr)
+      pieces.template backward<true>();
+    else
+      pieces.template backward<false>();
+  });
 }
 
 }  // namespace flashbpt::sm80

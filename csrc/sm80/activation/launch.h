@@ -2,11 +2,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include "../../activation.h"
 #include "../../params.h"
 
 namespace flashbpt::sm80 {
-
-enum class ActivationFunction : int64_t { kSilu, kGelu, kGeluTanh, kRelu };
 
 // All tensors hold `count` contiguous elements.
 struct ActivationParams {
@@ -14,7 +13,7 @@ struct ActivationParams {
   void* up = nullptr;
   void* out = nullptr;  // backward: holds the gradient of the output, becomes the output
   int64_t count = 0;
-  ActivationFunction function = ActivationFunction::kSilu;
+  Activation function = Activation::kSilu;
   DataType dtype = DataType::kFloat32;
   bool vectorised = false;  // set by the launch
 };

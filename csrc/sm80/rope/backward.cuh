@@ -1,5 +1,5 @@
 // dx = rstd (g - xhat mean(g xhat)), xhat = x rstd, g = d weight, d = dy turned back
-// dweight = sum over rows and heads of d xhat         without a norm: dx = d
+// dweight = sum over rows and heads of d xhat         without a norm: dx = d, from fp32 dy
 //
 // Who does what: as in the forward. A block that sums dweight takes many heads and its lanes the
 // same columns of each, which they sum in registers (of heads that are no whole pieces in shared
@@ -33,7 +33,7 @@ struct RopeSums {
   // Starts at 0, or ends with what is held.
   __device__ void store(const RopeParams& p, int lane) const {
     if (group_smem == nullptr) return;
-    RopePlace{0, 0, lane, true}.for_each_unit<kPiece>(p, [&](const RopeColumns<kPiece>& columns) {
+    RopePlace{0, 0, lane, 1}.for_each_unit<kPiece>(p, [&](const RopeColumns<kPiece>& columns) {
       for_each_column(p, columns, [&](int i, int column) { group_smem[column] = held[i]; });
     });
   }
@@ -49,73 +49,83 @@ struct RopeSums {
   }
 };
 
-template <typename T, int kPiece>
-__device__ void rope_head_backward(const RopeBackwardParams& p, const RopePlace& place,
-                                   RopeSums<kPiece>& sums) {
+template <typename T, typename Grad, int kPiece, int kHeads>
+__device__ void rope_heads_backward(const RopeBackwardParams& p, const RopePlace& place,
+                                    RopeSums<kPiece>& sums) {
   using Columns = RopeColumns<kPiece>;
   using Unit = RopeUnit<T, kPiece>;
   const T* const weight = static_cast<const T*>(p.weight);
-  RopeElements<kPiece> d;
-  Unit x;
-  const auto load_grad = [&]<typename Grad>(const Grad* dy, const Columns& columns) {
-    const auto unit = RopeUnit<Grad, kPiece>::load(dy + place.offset(p.in), p, columns);
-#pragma unroll
-    for (int i = 0; i < 2 * kPiece; ++i) d[i] = unit.get(i);
-  };
+  RopeUnit<Grad, kPiece> dy[kHeads];
+  Unit x[kHeads];
+  RopeAngles<kPiece> angles;
   const auto load = [&](const Columns& columns) {
-    if (weight != nullptr)
-      x = Unit::load(static_cast<const T*>(p.x.data) + place.offset(p.x), p, columns);
-    const auto angles = RopeAngles<kPiece>::load(p, place.row, columns);
-    if (sizeof(T) == 4 || p.in.dtype == DataType::kFloat32)
-      load_grad(static_cast<const float*>(p.in.data), columns);
-    else
-      load_grad(static_cast<const T*>(p.in.data), columns);
-    angles.turn(d, p, columns, -1.0f);
-  };
-  const auto store = [&](const Columns& columns) {
-    store_elements<T, kPiece>(d, static_cast<T*>(p.out.data) + place.offset(p.out), p, columns);
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      if (h >= place.heads) continue;
+      const Grad* const dy_gmem = static_cast<const Grad*>(p.in.data) + place.offset(p.in, h);
+      dy[h] = RopeUnit<Grad, kPiece>::load(dy_gmem, p, columns);
+      const T* const x_gmem = static_cast<const T*>(p.x.data) + place.offset(p.x, h);
+      if (weight != nullptr) x[h] = Unit::load(x_gmem, p, columns);
+    }
+    if (place.heads > 0) angles = RopeAngles<kPiece>::load(p, place.row, columns);
   };
   if constexpr (kPiece > 1) place.for_each_unit<kPiece>(p, load);
-  float square = 0, product = 0;  // sums of x^2 and g x
-  if (weight != nullptr) {
-    place.for_each_unit<kPiece>(p, [&](const Columns& columns) {
+  // One head after the other: d of all of them at once would not fit the registers.
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    RopeElements<kPiece> d;
+    const auto turn_back = [&](const Columns& columns) {
       if constexpr (kPiece == 1) load(columns);
-      const Unit w = Unit::load(weight, p, columns);
 #pragma unroll
-      for (int i = 0; i < 2 * kPiece; ++i) {
-        square += x.get(i) * x.get(i);
-        product += d[i] * w.get(i) * x.get(i);
-      }
-    });
-    square = tile::sum_lanes(square, p.lanes);
-    product = tile::sum_lanes(product, p.lanes);
-  }
-  const float rstd = rsqrtf(square / p.dim + p.eps);
-  const float along = rstd * product / p.dim;  // mean(g xhat)
-  place.for_each_unit<kPiece>(p, [&](const Columns& columns) {
-    if constexpr (kPiece == 1) load(columns);
+      for (int i = 0; i < 2 * kPiece; ++i) d[i] = dy[h].get(i);
+      angles.turn(d, p, columns, -1.0f);
+    };
+    float square = 0, product = 0;  // means of x^2 and g x
     if (weight != nullptr) {
-      const Unit w = Unit::load(weight, p, columns);
-      RopeElements<kPiece> dweight;
+      place.for_each_unit<kPiece>(p, [&](const Columns& columns) {
+        if (h >= place.heads) return;
+        turn_back(columns);
+        const Unit w = Unit::load(weight, p, columns);
 #pragma unroll
-      for (int i = 0; i < 2 * kPiece; ++i) {
-        const float x_hat = x.get(i) * rstd;
-        dweight[i] = d[i] * x_hat;
-        d[i] = rstd * (d[i] * w.get(i) - x_hat * along);
-      }
-      sums.add(p, columns, dweight);
+        for (int i = 0; i < 2 * kPiece; ++i) {
+          square += x[h].get(i) * x[h].get(i);
+          product += d[i] * w.get(i) * x[h].get(i);
+        }
+      });
+      square = tile::sum_lanes(square, p.lanes) * p.share;
+      product = tile::sum_lanes(product, p.lanes) * p.share;
     }
-    store(columns);
-  });
+    const float rstd = rsqrtf(square + p.eps);
+    const float along = rstd * product;  // mean(g xhat)
+    place.for_each_unit<kPiece>(p, [&](const Columns& columns) {
+      if (h >= place.heads) return;
+      if (kPiece == 1 || weight == nullptr) turn_back(columns);
+      if (weight != nullptr) {
+        const Unit w = Unit::load(weight, p, columns);
+        RopeElements<kPiece> dweight;
+#pragma unroll
+        for (int i = 0; i < 2 * kPiece; ++i) {
+          const float x_hat = x[h].get(i) * rstd;
+          dweight[i] = d[i] * x_hat;
+          d[i] = rstd * (d[i] * w.get(i) - x_hat * along);
+        }
+        sums.add(p, columns, dweight);
+      }
+      store_elements<T, kPiece>(d, static_cast<T*>(p.out.data) + place.offset(p.out, h), p,
+                                columns);
+    });
+  }
 }
 
-template <typename T, int kPiece>
+template <typename T, typename Grad, int kPiece, int kHeads>
 __device__ void rope_backward(const RopeBackwardParams& p, float* sums_smem) {
   const int lane = threadIdx.x % p.lanes, group = threadIdx.x / p.lanes;
   const bool needs_sums = p.weight_partials != nullptr;
   RopeSums<kPiece> sums{needs_sums ? sums_smem + group * p.dim : nullptr};
   if constexpr (kPiece == 1) sums.store(p, lane);
-  for_each_head(p, [&](const RopePlace& place) { rope_head_backward<T, kPiece>(p, place, sums); });
+  for_each_place<kHeads>(p, [&](const RopePlace& place) {
+    rope_heads_backward<T, Grad, kPiece, kHeads>(p, place, sums);
+  });
   if (!needs_sums) return;
   if constexpr (kPiece > 1) sums.store(p, lane);
   __syncthreads();
@@ -128,15 +138,21 @@ __device__ void rope_backward(const RopeBackwardParams& p, float* sums_smem) {
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kRopeBackwardConfig.block_threads,
+__global__ void __launch_bounds__(rope_backward_config(sizeof(T)).block_threads,
                                   rope_backward_config(sizeof(T)).min_blocks)
     rope_backward_kernel(const __grid_constant__ RopeBackwardParams p) {
+  constexpr RopeConfig kConfig = rope_backward_config(sizeof(T));
   ptx::follow_earlier_grids();
   extern __shared__ float sums_smem[];  // [groups of lanes, dim]
-  if (p.vectorised)
-    rope_backward<T, kRopeBackwardConfig.piece>(p, sums_smem);
+  const bool wide = p.in.dtype == DataType::kFloat32;
+  if (p.vectorised && wide)
+    rope_backward<T, float, kConfig.piece, kConfig.heads(sizeof(T))>(p, sums_smem);
+  else if (p.vectorised)
+    rope_backward<T, T, kConfig.piece, kConfig.heads(sizeof(T))>(p, sums_smem);
+  else if (wide)
+    rope_backward<T, float, 1, 1>(p, sums_smem);
   else
-    rope_backward<T, 1>(p, sums_smem);
+    rope_backward<T, T, 1, 1>(p, sums_smem);
 }
 
 }  // namespace flashbpt::sm80

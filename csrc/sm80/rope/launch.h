@@ -22,9 +22,11 @@ struct RopeParams {
   int dim = 0;  // at most kRopeMaxNormDim where there is a weight
 
   // Set by the launch.
-  Divisor heads_divisor;
-  int lanes = 32;  // of a head
+  Divisor row_places;  // a few neighbouring heads each
+  int lanes = 32;      // of a head
   bool vectorised = false;
+  float share = 0;  // 1 / dim
+  float sign = 1;   // -1: turns back
 };
 
 // out = rope(norm(in))

@@ -91,22 +91,25 @@ struct RopeAngles {
   }
 };
 
-// Where a thread is: its head, and its place among the lanes of that.
+// Where a thread is: its neighbouring heads of a row, and its place among the lanes of those.
 struct RopePlace {
   int64_t row;
-  int head, lane;
-  bool there;
+  int first, lane;
+  int heads;  // that there are from `first` on; 0 or less: none
 
-  __device__ int64_t offset(const TensorView& t) const { return row * t.row + head * t.head; }
+  __device__ int64_t offset(const TensorView& t, int head) const {
+    return row * t.row + (first + head) * t.head;
+  }
 
   // use(columns) of each of the thread's units; with pieces there is at most one.
   template <int kPiece, typename Use>
   __device__ void for_each_unit(const RopeParams& p, Use use) const {
     const int units = (p.dim + 2 * kPiece - 1) / (2 * kPiece);
     if constexpr (kPiece > 1) {
-      if (there && lane < units) use(RopeColumns<kPiece>(p, lane));
+      if (lane < units) use(RopeColumns<kPiece>(p, lane));
     } else {
-      for (int unit = lane; there && unit < units; unit += 32) use(RopeColumns<kPiece>(p, unit));
+      for (int unit = lane; heads > 0 && unit < units; unit += 32)
+        use(RopeColumns<kPiece>(p, unit));
     }
   }
 };

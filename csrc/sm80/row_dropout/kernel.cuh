@@ -18,25 +18,35 @@
 
 namespace flashbpt::sm80 {
 
-// Which of the kWidth elements from `column` on of the token's row stay: bit i for element i.
+// The words of the kWidth elements from `column` on of the token's row; a word stays if it is not
+// below the threshold.
 template <int kWidth>
-__device__ uint32_t kept(const RowDropoutParams& p, int64_t row, int column) {
-  if (p.rng_state == nullptr) return ~0u;
-  if (p.threshold >> 32 != 0) return 0;
-  const PhiloxKeys keys(p.rng_state[0]);
-  const uint32_t counter = static_cast<uint32_t>(p.rng_state[1]) + 4 * p.site;
-  const uint32_t token = p.token + static_cast<uint32_t>(row);
-  uint32_t bits = 0;
+struct DropoutWords {
+  uint32_t words[kWidth], threshold;
+
+  __device__ bool keeps(int i) const { return words[i] >= threshold; }
+
+  __device__ DropoutWords(const RowDropoutParams& p, int64_t row, int column)
+      : threshold(static_cast<uint32_t>(p.threshold)) {
+    if (p.rng_state == nullptr || p.threshold >> 32 != 0) {  // all stay, or none
+      const bool stay = p.rng_state == nullptr;
+      threshold = 1;
 #pragma unroll
-  for (int i = 0; i < kWidth; i += 4) {
-    const uint32_t quad = static_cast<uint32_t>(column + i) / 4;
-    const PhiloxWords words = philox4x32_7(keys, {{counter, 0, token, quad}});
+      for (uint32_t& word : words) word = stay;
+      return;
+    }
+    const PhiloxKeys keys(p.rng_state[0]);
+    const uint32_t counter = static_cast<uint32_t>(p.rng_state[1]) + 4 * p.site;
+    const uint32_t token = p.token + static_cast<uint32_t>(row);
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-      bits |= uint32_t{words.word[j] >= static_cast<uint32_t>(p.threshold)} << (i + j);
+    for (int i = 0; i < kWidth; i += 4) {
+      const uint32_t quad = static_cast<uint32_t>(column + i) / 4;
+      const PhiloxWords four = philox4x32_7(keys, {{counter, 0, token, quad}});
+#pragma unroll
+      for (int j = 0; j < 4; ++j) words[i + j] = four.word[j];
+    }
   }
-  return bits;
-}
+};
 
 // The elements of `row` from `column` on, `there` of them; kWhole: all of a run, in vectors.
 template <typename T, bool kWhole>
@@ -49,13 +59,20 @@ __device__ void add_dropped(const RowDropoutParams& p, int64_t row, int column, 
   };
   if (kWhole) there = kWidth;
   const Run x_reg = load(p.x, at), residual = load(p.residual, at), bias = load(p.bias, column);
-  const uint32_t keep = kept<kWidth>(p, row, column);  // while the loads are under way
+  const DropoutWords<kWidth> words(p, row, column);  // while the loads are under way
   const float scale = p.rng_state == nullptr ? 1.0f : p.scale;
   float x[kWidth];
 #pragma unroll
-  for (int i = 0; i < kWidth; ++i) {
-    x[i] = residual.get(i);
-    if (keep >> i & 1) x[i] += (x_reg.get(i) + bias.get(i)) * scale;
+  for (int i = 0; i < kWidth; ++i) x[i] = x_reg.get(i);
+  if (p.bias != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) x[i] += bias.get(i);
+  }
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) x[i] = words.keeps(i) ? x[i] * scale : 0.0f;
+  if (p.residual != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) x[i] += residual.get(i);
   }
   Run::round(x).store(static_cast<T*>(p.out) + at, there, kWhole);
 }

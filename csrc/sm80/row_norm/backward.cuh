@@ -3,7 +3,7 @@
 //
 // Who does what: a block takes every gridDim.x-th row and its threads the same columns of each, so
 // that they sum dweight and dbias of these in registers; add_partials adds up the blocks. A thread
-// copies its part of the next row to shared memory while it computes this one. Rows that are no
+// copies its part of the next rows to shared memory while it computes this one. Rows that are no
 // whole vectors, or too wide, are read element by element in each pass, and their sums lie in
 // global memory.
 //
@@ -57,12 +57,15 @@ struct StagedRows {
     ptx::cp_async_commit();
   }
 
-  // Starts the row after `row` and waits for this one.
+  // Starts the last of the rows under way and waits for this one.
   __device__ void arrive(int64_t row) {
-    if (row == blockIdx.x) copy(row, 0);
-    stage = row == blockIdx.x ? 0 : stage ^ 1;
-    copy(row + gridDim.x, stage ^ 1);
-    ptx::cp_async_wait<1>();
+    constexpr int kAhead = kConfig.stages - 1;
+    if (row == blockIdx.x)
+      for (int i = 0; i < kAhead; ++i) copy(row + i * gridDim.x, i);
+    else
+      stage = stage == kAhead ? 0 : stage + 1;
+    copy(row + kAhead * int64_t{gridDim.x}, stage == 0 ? kAhead : stage - 1);
+    ptx::cp_async_wait<kAhead>();
   }
 
   template <typename Use>
@@ -91,7 +94,6 @@ struct StagedRows {
     }
   }
 };
-static_assert(kRowNormBackwardConfig.stages == 2);
 
 template <typename T>
 struct StreamedRows {
