@@ -11,4 +11,9 @@ __device__ inline void barrier_sync(int id, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same without waiting: lets those go on who wait there.
+__device__ inline void barrier_arrive(int id, int threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 }  // namespace flashbpt::ptx

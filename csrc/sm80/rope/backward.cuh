@@ -141,8 +141,8 @@ template <typename T>
 __global__ void __launch_bounds__(rope_backward_config(sizeof(T)).block_threads,
                                   rope_backward_config(sizeof(T)).min_blocks)
     rope_backward_kernel(const __grid_constant__ RopeBackwardParams p) {
-  constexpr RopeConfig kConfig = rope_backward_config(sizeof(T));
   ptx::follow_earlier_grids();
+  constexpr RopeConfig kConfig = rope_backward_config(sizeof(T));
   extern __shared__ float sums_smem[];  // [groups of lanes, dim]
   const bool wide = p.in.dtype == DataType::kFloat32;
   if (p.vectorised && wide)

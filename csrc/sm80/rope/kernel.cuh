@@ -88,8 +88,8 @@ __device__ void rope_heads(const RopeParams& p, const RopePlace& place) {
 template <typename T>
 __global__ void __launch_bounds__(kRopeConfig.block_threads, kRopeConfig.min_blocks)
     rope_kernel(const __grid_constant__ RopeParams p) {
-  constexpr int kHeads = kRopeConfig.heads(sizeof(T));
   ptx::follow_earlier_grids();
+  constexpr int kHeads = kRopeConfig.heads(sizeof(T));
   if (p.vectorised)
     for_each_place<kHeads>(
         p, [&](const RopePlace& place) { rope_heads<T, kRopeConfig.piece, kHeads>(p, place); });

@@ -1,0 +1,57 @@
+// A ring of buffers in shared memory between those who fill and those who read them.
+#pragma once
+
+#include "../ptx/mbarrier.h"
+#include "smem_tile.h"
+
+namespace flashbpt::tile {
+
+// Where someone is in the ring. The parity of the phase flips with every round.
+template <int kStages>
+struct RingPlace {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <int kStages>
+struct PipelineSmem {
+  uint64_t full[kStages];   // one arrival, and the bytes that it expects
+  uint64_t empty[kStages];  // an arrival of each warp that reads
+};
+
+template <int kStages>
+struct Pipeline {
+  using Place = RingPlace<kStages>;
+  PipelineSmem<kStages>& smem;
+
+  // By one thread; ptx::fence_mbarrier_init and a barrier of all follow.
+  __device__ void init(int reading_warps) const {
+    for (int s = 0; s < kStages; ++s) {
+      ptx::mbarrier_init(smem_address(&smem.full[s]), 1);
+      ptx::mbarrier_init(smem_address(&smem.empty[s]), reading_warps);
+    }
+  }
+
+  __device__ uint32_t full(const Place& at) const { return smem_address(&smem.full[at.stage]); }
+  __device__ uint32_t empty(const Place& at) const { return smem_address(&smem.empty[at.stage]); }
+
+  // The one that fills: waits until nobody reads the stage, and expects so many bytes in it.
+  __device__ void start_filling(const Place& at, int bytes) const {
+    ptx::mbarrier_wait(empty(at), at.parity ^ 1);
+    ptx::mbarrier_arrive_expecting(full(at), bytes);
+  }
+  // Those that read.
+  __device__ void wait_full(const Place& at) const { ptx::mbarrier_wait(full(at), at.parity); }
+  __device__ void release(const Place& at) const {
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty(at));
+  }
+};
+
+}  // namespace flashbpt::tile
