@@ -47,7 +47,7 @@ std::array<int64_t, 4> tile_sizes(const at::Tensor& mask) {
 // q, k and v as the kernels read them, and where they run.
 struct Inputs {
   at::Tensor q, k, v, tiles;
-  sm80::DeviceLimits device;
+  DeviceLimits device;
   cudaStream_t stream;
 
   // tiles: of the boolean mask, made anew where the given ones are missing.
@@ -88,7 +88,7 @@ const char* refusal_sm80(const AttentionCall& call) {
 }
 
 std::string kernel_sm80(const AttentionCall& call, bool backward) {
-  const sm80::DeviceLimits device = device_limits(call.q);
+  const DeviceLimits device = device_limits(call.q);
   if (backward) return sm80::attn_bwd_kernel(call.params, device);
   AttentionParams p = call.params;
   if (p.drops_all()) p.dropout_threshold = 0;  // as the forward does

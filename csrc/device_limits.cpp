@@ -20,7 +20,7 @@ void limit_shared_memory(int64_t bytes) {
 }
 
 #ifdef FLASHBPT_WITH_CUDA
-sm80::DeviceLimits device_limits(const at::Tensor& t) {
+DeviceLimits device_limits(const at::Tensor& t) {
   const cudaDeviceProp& gpu = *at::cuda::getDeviceProperties(t.get_device());
   int64_t smem = static_cast<int64_t>(gpu.sharedMemPerBlockOptin);
   if (const int64_t limit = shared_memory_limit) smem = std::min(smem, limit);

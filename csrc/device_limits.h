@@ -13,7 +13,7 @@ namespace flashbpt {
 void limit_shared_memory(int64_t bytes);
 
 #ifdef FLASHBPT_WITH_CUDA
-sm80::DeviceLimits device_limits(const at::Tensor& t);
+DeviceLimits device_limits(const at::Tensor& t);
 #endif
 
 }  // namespace flashbpt

@@ -46,14 +46,14 @@ sm80::AppendRows append_rows(const char* name, const at::Tensor& rows, const at:
 }
 
 // Whether there may be requests of more rows than decoding is for. A hint may say there are none.
-bool takes_prefill(const PagedParams& p, const sm80::DeviceLimits& device) {
+bool takes_prefill(const PagedParams& p, const DeviceLimits& device) {
   const int64_t few = sm80::paged_decode_rows(p);
   const int64_t most = p.max_len_q > 0 ? p.max_len_q : p.tokens > p.batch ? p.tokens : 1;
   return most > few && sm80::paged_prefill_serves(p, device);
 }
 
 // Rows of requests that decoding takes hold nothing of use then: it goes after.
-void launch_prefill(const PagedCall& call, const sm80::DeviceLimits& device,
+void launch_prefill(const PagedCall& call, const DeviceLimits& device,
                     c10::cuda::CUDAStream stream, const at::Tensor& out, const at::Tensor& lse) {
   const SplitStates states(
       sm80::paged_prefill_splits(call.params, device), out, false,
@@ -74,7 +74,7 @@ void launch_prefill(const PagedCall& call, const sm80::DeviceLimits& device,
 }  // namespace
 
 const char* paged_kernel_sm80(const PagedCall& call) {
-  const sm80::DeviceLimits device = device_limits(call.q);
+  const DeviceLimits device = device_limits(call.q);
   return takes_prefill(call.params, device) ? sm80::paged_prefill_kernel(call.params, device)
                                             : sm80::paged_decode_kernel(call.params, device);
 }
@@ -93,7 +93,7 @@ void paged_attention_sm80(const PagedCall& call, const at::Tensor& out, const at
   const c10::cuda::CUDAGuard guard(call.q.device());
   const PagedParams& params = call.params;
   if (params.tokens == 0 || params.heads_q == 0) return;  // no element to compute
-  const sm80::DeviceLimits device = device_limits(call.q);
+  const DeviceLimits device = device_limits(call.q);
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const bool prefill = takes_prefill(params, device);
   if (prefill) launch_prefill(call, device, stream, out, lse);

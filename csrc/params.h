@@ -8,6 +8,13 @@
 
 namespace flashbpt {
 
+// Of the device that a call runs on; the host reads it once.
+struct DeviceLimits {
+  int multiprocessors;
+  int smem_bytes;    // most shared memory of one block (sharedMemPerBlockOptin)
+  int64_t l2_bytes;  // L2 cache
+};
+
 enum class DataType : int32_t { kFloat64, kFloat32, kBFloat16, kFloat16, kBool };
 
 constexpr int element_bytes(DataType dtype) {

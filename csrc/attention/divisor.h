@@ -1,4 +1,4 @@
-// Division by a number that the host knows, as a multiplication.
+// Division: rounded up, and by a number that the host knows, as a multiplication.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +6,10 @@
 #include "host_device.h"
 
 namespace flashbpt {
+
+inline int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
 
 // n / value for n < 2^31 (Granlund and Montgomery, "Division by invariant integers using
 // multiplication", 1994): three instructions where a division takes about twenty, one after the

@@ -8,8 +8,10 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "../ptx/math.h"
+#include "../tile/element.h"
 
 namespace flashbpt {
 
@@ -64,12 +66,59 @@ struct OnlineSoftmax {
       weigh(s, [&](float x, float base) { return fmaf(x, unit, -base * unit); });
   }
 
+  // P of a tile by the references as they stand, packed as operand a of the next product; s stays.
+  // The maximum only keeps exponentials in range, and as all terms are positive, a lane's sum of
+  // them bounds each. False, with no sum changed, where one is over the limit or NaN, or where a
+  // row has no keys yet: `update` has to do that tile.
+  template <typename T, int kN>
+  __device__ bool weigh_ahead(const float (&s)[kM][kN][4], uint32_t (&p)[kN / 2][4]) {
+    static_assert(kM == 1);
+    // P in fp16 ends at 65504; P V has to stay in range too.
+    constexpr float kLimit = std::is_same_v<T, __half> ? 0x1p15f : 0x1p30f;
+    float row_sums[2][2] = {};
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float base = -reference[0][half] * unit;  // +inf without keys so far
+        const float x = ptx::exp2(fmaf(s[0][n][2 * half], unit, base));
+        const float y = ptx::exp2(fmaf(s[0][n][2 * half + 1], unit, base));
+        p[n / 2][n % 2 * 2 + half] = tile::Element<T>::pack(x, y);
+        row_sums[half][0] += x;
+        row_sums[half][1] += y;
+      }
+    const float low = row_sums[0][0] + row_sums[0][1], high = row_sums[1][0] + row_sums[1][1];
+    if (!__all_sync(0xffffffffu, low <= kLimit && high <= kLimit)) return false;
+    sum[0][0] += low;
+    sum[0][1] += high;
+    return true;
+  }
+
   // The sum over all columns, once at the end.
   __device__ void finish() {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) sum[m][half] = quad_sum(sum[m][half]);
+  }
+
+  // What a row comes to when its sum is whole: O times factor, LSE = top + log(sum). The sink joins
+  // the sum as one more key without a value. kept: the factor of what dropout keeps.
+  struct End {
+    float top, sum, factor;
+  };
+  __device__ End end(int m, int half, const float* sink, float kept) const {
+    End end{reference[m][half] * (unit * kLn2), sum[m][half], 1.0f};
+    if (sink != nullptr) {
+      const float both = fmaxf(end.top, *sink);
+      if (both != -INFINITY) {
+        end.factor = expf(end.top - both);
+        end.sum = end.sum * end.factor + expf(*sink - both);
+      }
+      end.top = both;
+    }
+    end.factor = end.sum == 0.0f ? 0.0f : end.factor * kept / end.sum;
+    return end;
   }
 
  private:

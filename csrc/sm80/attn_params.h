@@ -3,17 +3,13 @@
 
 #include <cuda_runtime_api.h>
 
+#include "../attention/divisor.h"
+#include "../attention/score_unit.h"
 #include "../attention/sequence.h"
 #include "../params.h"
+#include "../row_access.h"
 
 namespace flashbpt::sm80 {
-
-// Of the device that a call runs on; the host reads it once.
-struct DeviceLimits {
-  int multiprocessors;
-  int smem_bytes;    // most shared memory of one block (sharedMemPerBlockOptin)
-  int64_t l2_bytes;  // L2 cache
-};
 
 // What is known of a boolean mask, 64 queries x 16 keys at a time: bit 0 where any element of the
 // piece is true, bit 1 where all are (elements past the end count neither way).
@@ -49,28 +45,6 @@ struct RowAccess {
   int q, k, v, out, mask;
 };
 
-// The largest of 16, 8, 4, 2 and 1 that divides all numbers that were or-ed together.
-inline int common_access(uint64_t bits) {
-  bits |= 16;
-  return static_cast<int>(bits & (~bits + 1));  // the lowest bit that is set
-}
-
-// 16, 8, 4, 2 or 1; strides of dimensions of size 1 do not matter.
-inline int row_access(const TensorView& t, int64_t batch, int64_t heads, int64_t rows) {
-  const uint64_t bytes = element_bytes(t.dtype);
-  uint64_t bits = reinterpret_cast<uint64_t>(t.data);
-  if (batch > 1) bits |= static_cast<uint64_t>(t.batch) * bytes;
-  if (heads > 1) bits |= static_cast<uint64_t>(t.head) * bytes;
-  if (rows > 1) bits |= static_cast<uint64_t>(t.row) * bytes;
-  return common_access(bits);
-}
-
-// Whether columns are neighbours and every row starts at a multiple of `bytes`.
-inline bool rows_aligned(const TensorView& t, int64_t batch, int64_t heads, int64_t rows,
-                         int64_t bytes) {
-  return t.col == 1 && row_access(t, batch, heads, rows) >= bytes;
-}
-
 // Keys of a row in parts, each with its own O (normalised) and LSE, to be merged; part 0 carries
 // the sink.
 struct KeySplits {
@@ -86,28 +60,6 @@ struct AttnFwdParams : AttentionParams {
   bool tf32 = false;     // fp32 inputs: single TF32 products are allowed
   KeySplits splits;
 };
-
-// How products become weights: P = exp2(sign * product * unit - ...) with the scale as fp32 has it,
-// and its sign apart, so that the largest product has the largest score. Where terms are added to
-// the scores, and in fp32, scores are scaled first: they are natural logarithms.
-struct ScoreUnit {
-  float unit;
-  float sign;  // 0 for scale 0
-  bool natural;
-};
-
-inline ScoreUnit score_unit(const AttentionParams& p) {
-  constexpr float kLog2eHost = 1.4426950408889634f;
-  const float scale = static_cast<float>(p.scale);
-  const bool bias = p.alibi || (p.mask && !p.boolean_mask());
-  const bool natural = p.softcap > 0 || bias || p.q.dtype == DataType::kFloat32;
-  if (natural || scale == 0) return {kLog2eHost, scale == 0 ? 0.0f : 1.0f, natural};
-  return {kLog2eHost * (scale < 0 ? -scale : scale), scale < 0 ? -1.0f : 1.0f, false};
-}
-
-inline int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 // Rows as the kernels of the backward hand them to each other: every sequence starts at a multiple
 // of kRowPad, which is no less than the rows of a step. Dense: [batch * heads_q, padded_rows];

@@ -6,18 +6,16 @@
 
 namespace flashbpt::tile {
 
-// Where someone is in the ring. The parity of the phase flips with every round.
+// Where someone is in the ring, in one register. The parity of the phase flips with every round.
 template <int kStages>
-struct RingPlace {
-  int stage = 0;
-  uint32_t parity = 0;
+class RingPlace {
+ public:
+  __device__ int stage() const { return bits_ & 0xff; }
+  __device__ uint32_t parity() const { return bits_ >> 8; }
+  __device__ void advance() { bits_ = stage() + 1 < kStages ? bits_ + 1 : (parity() ^ 1) << 8; }
 
-  __device__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
+ private:
+  uint32_t bits_ = 0;
 };
 
 template <int kStages>
@@ -39,16 +37,16 @@ struct Pipeline {
     }
   }
 
-  __device__ uint32_t full(const Place& at) const { return smem_address(&smem.full[at.stage]); }
-  __device__ uint32_t empty(const Place& at) const { return smem_address(&smem.empty[at.stage]); }
+  __device__ uint32_t full(const Place& at) const { return smem_address(&smem.full[at.stage()]); }
+  __device__ uint32_t empty(const Place& at) const { return smem_address(&smem.empty[at.stage()]); }
 
   // The one that fills: waits until nobody reads the stage, and expects so many bytes in it.
   __device__ void start_filling(const Place& at, int bytes) const {
-    ptx::mbarrier_wait(empty(at), at.parity ^ 1);
+    ptx::mbarrier_wait(empty(at), at.parity() ^ 1);
     ptx::mbarrier_arrive_expecting(full(at), bytes);
   }
   // Those that read.
-  __device__ void wait_full(const Place& at) const { ptx::mbarrier_wait(full(at), at.parity); }
+  __device__ void wait_full(const Place& at) const { ptx::mbarrier_wait(full(at), at.parity()); }
   __device__ void release(const Place& at) const {
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty(at));
   }

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "../ptx/wgmma.h"
+#include "element.h"
 
 namespace flashbpt::tile {
 
@@ -50,6 +51,16 @@ struct SmemOperand {
     return kHigh << 32 | (low + (bytes >> 4));
   }
 };
+
+// An accumulator as operand a in registers: its columns become the inner dimension.
+template <typename T, int kN>
+__device__ void pack(const float (&d)[kN][4], uint32_t (&a)[kN / 2][4]) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      a[n / 2][n % 2 * 2 + half] = Element<T>::pack(d[n][2 * half], d[n][2 * half + 1]);
+}
 
 // Starts d += a b, or d = a b with kOverwrite, over all steps of the operands.
 template <typename T, bool kOverwrite, int kN, typename A, typename B>

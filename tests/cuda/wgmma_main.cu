@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(384, 1) gemm_kernel(const __grid_constant__ Ge
                              (major == Major::kInner ? k : outer) + c * 64,
                              major == Major::kInner ? outer : k, 0, 0);
         };
-        load(A(), p.a, kA, smem.a[at.stage], m);
-        load(B(), p.b, kB, smem.b[at.stage], n);
+        load(A(), p.a, kA, smem.a[at.stage()], m);
+        load(B(), p.b, kB, smem.b[at.stage()], n);
       }
     }
     return;
@@ -105,9 +105,9 @@ __global__ void __launch_bounds__(384, 1) gemm_kernel(const __grid_constant__ Ge
     for (int step = 0; step < steps; ++step) {
       pipeline.wait_full(at);
       if (step == 0)
-        tile::start_gemm<T, true>(c, a.stage(at.stage), b.stage(at.stage));
+        tile::start_gemm<T, true>(c, a.stage(at.stage()), b.stage(at.stage()));
       else
-        tile::start_gemm<T, false>(c, a.stage(at.stage), b.stage(at.stage));
+        tile::start_gemm<T, false>(c, a.stage(at.stage()), b.stage(at.stage()));
       ptx::wgmma_wait<1>();
       if (step > 0) pipeline.release(last);
       last = at;

@@ -1,7 +1,7 @@
 #include "launch.h"
 
-#include "../dispatch_element.h"
-#include "../launch_kernel.h"
+#include "../../dispatch_element.h"
+#include "../../launch_kernel.h"
 #include "../whole_vectors.h"
 #include "kernel.cuh"
 

@@ -1,6 +1,6 @@
 #include "launch.h"
 
-#include "../launch_kernel.h"
+#include "../../launch_kernel.h"
 #include "kernel.cuh"
 
 namespace flashbpt::sm80 {

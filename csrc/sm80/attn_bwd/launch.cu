@@ -1,7 +1,7 @@
 // Chooses the kernel of a call and what its blocks do.
 #include <algorithm>
 
-#include "../dispatch_element.h"
+#include "../../dispatch_element.h"
 #include "choose_row.h"
 #include "config.h"
 #include "launch.h"

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <bit>
 
-#include "../dispatch_element.h"
-#include "../launch_kernel.h"
+#include "../../dispatch_element.h"
+#include "../../launch_kernel.h"
 #include "kernel.cuh"
 
 namespace flashbpt::sm80 {

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "../attn_bwd/choose_row.h"
-#include "../dispatch_element.h"
+#include "../../dispatch_element.h"
 #include "config.h"
 #include "launch.h"
 #include "schedule.h"

@@ -1,7 +1,7 @@
 // The kernels of one element type; a translation unit each, so that they compile side by side.
 #pragma once
 
-#include "../launch_kernel.h"
+#include "../../launch_kernel.h"
 #include "kernel.cuh"
 
 namespace flashbpt::sm80 {

@@ -357,20 +357,12 @@ struct AttnFwdOf {
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       const int m = i / 2, half = i % 2;
-      float top = softmax.reference[m][half] * (softmax.unit * kLn2), sum = softmax.sum[m][half];
-      float factor = 1.0f;
-      if (p.sinks && place.split == 0) {
-        const float sink = static_cast<const float*>(p.sinks.data)[place.head];
-        const float both = fmaxf(top, sink);
-        if (both != -INFINITY) {
-          factor = expf(top - both);
-          sum = sum * factor + expf(sink - both);
-        }
-        top = both;
-      }
+      const bool has_sink = p.sinks && place.split == 0;
+      const float* const sink =
+          has_sink ? static_cast<const float*>(p.sinks.data) + place.head : nullptr;
+      const auto [top, sum, factor] =
+          softmax.end(m, half, sink, static_cast<float>(p.dropout_scale));
       if (lane == i) lane_top = top, lane_sum = sum;
-      const float kept = static_cast<float>(p.dropout_scale);
-      factor = sum == 0.0f ? 0.0f : factor * kept / sum;
       dead |= factor == 0.0f;
 #pragma unroll
       for (int n = 0; n < kO; ++n)

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <iterator>
 
-#include "../dispatch_element.h"
+#include "../../dispatch_element.h"
 #include "config.h"
 #include "launch.h"
 #include "schedule.h"

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "../launch_kernel.h"
+#include "../../launch_kernel.h"
 #include "kernel.cuh"
 
 namespace flashbpt::sm80 {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "../launch_kernel.h"
+#include "../../launch_kernel.h"
 #include "kernel.cuh"
 #include "launch_kernels.h"
 

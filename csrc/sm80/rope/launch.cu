@@ -4,8 +4,8 @@
 #include <bit>
 
 #include "../attn_params.h"
-#include "../dispatch_element.h"
-#include "../launch_kernel.h"
+#include "../../dispatch_element.h"
+#include "../../launch_kernel.h"
 #include "../whole_vectors.h"
 #include "backward.cuh"
 #include "kernel.cuh"

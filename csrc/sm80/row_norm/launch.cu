@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "../dispatch_element.h"
-#include "../launch_kernel.h"
+#include "../../dispatch_element.h"
+#include "../../launch_kernel.h"
 #include "../whole_vectors.h"
 #include "backward.cuh"
 #include "kernel.cuh"

@@ -11,9 +11,9 @@
 #include <type_traits>
 #include <utility>
 
-#include "../tile/element.h"
+#include "tile/element.h"
 
-namespace flashbpt::sm80 {
+namespace flashbpt {
 
 // ask() once a device: a kernel's own static bits of the devices that have answered true, and of
 // those that have answered at all.
@@ -98,4 +98,4 @@ void dispatch_row(size_t row, bool tf32, F f) {
   }(std::make_index_sequence<std::size(kKernels)>());
 }
 
-}  // namespace flashbpt::sm80
+}  // namespace flashbpt

@@ -1,9 +1,9 @@
 // The element type of a call as a C++ type.
 #pragma once
 
-#include "../tile/element.h"
+#include "tile/element.h"
 
-namespace flashbpt::sm80 {
+namespace flashbpt {
 
 template <typename T>
 struct ElementTag {
@@ -26,4 +26,4 @@ void dispatch_element(DataType dtype, F f) {
   }
 }
 
-}  // namespace flashbpt::sm80
+}  // namespace flashbpt
