@@ -31,6 +31,7 @@ CPP_SOURCES = [
     "csrc/attention_call.cpp",
     "csrc/attention_cpu.cpp",
     "csrc/attention_sm80.cpp",
+    "csrc/attention_sm90.cpp",
     "csrc/block_elementwise.cpp",
     "csrc/block_elementwise_sm80.cpp",
     "csrc/block_offload.cpp",
@@ -91,6 +92,9 @@ CUDA_SOURCES = [
     "csrc/sm80/rope/launch.cu",
     "csrc/sm80/row_dropout/launch.cu",
     "csrc/sm80/row_norm/launch.cu",
+    "csrc/sm90/attn_fwd/launch.cu",
+    "csrc/sm90/attn_fwd/launch_bf16.cu",
+    "csrc/sm90/attn_fwd/launch_fp16.cu",
 ]
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall"]
 NVCC_FLAGS = ["-O3", "--std=c++20", "--expt-relaxed-constexpr", "-lineinfo"]

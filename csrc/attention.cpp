@@ -19,9 +19,11 @@
 namespace flashbpt {
 namespace {
 
-// Why a backend does not serve a call; null where it does.
-const char* refusal(const AttentionCall& call, Backend backend) {
-  const auto forced = static_cast<Backend>(call.options.backend);
+// Why a backend does not serve a call; null where it does. The backward of what sm90 was forced to
+// do is any backend's that has one: out and LSE mean the same in all.
+const char* refusal(const AttentionCall& call, Backend backend, bool backward) {
+  auto forced = static_cast<Backend>(call.options.backend);
+  if (backward && forced == Backend::kSm90) forced = Backend::kAuto;
   if (forced != Backend::kAuto && forced != backend) return "use_backend forces another one";
   if (backend == Backend::kCpu) {
     return call.q.is_cpu() ? nullptr : "the tensors are not on the CPU";
@@ -33,11 +35,13 @@ const char* refusal(const AttentionCall& call, Backend backend) {
                : "it holds all scores in memory, and serves only float64 on a GPU unless forced";
   }
   if (!call.q.is_cuda()) return "the tensors are not on a GPU";
-  return backend == Backend::kSm80 ? refusal_sm80(call) : "this build has no such kernel";
+  if (backend == Backend::kSm80) return refusal_sm80(call);
+  return backward ? "it has no backward" : refusal_sm90(call);
 }
 
-Backend choose(const AttentionCall& call) {
-  return choose_backend(call.q.device(), [&](Backend backend) { return refusal(call, backend); });
+Backend choose(const AttentionCall& call, bool backward) {
+  return choose_backend(call.q.device(),
+                        [&](Backend backend) { return refusal(call, backend, backward); });
 }
 
 // [sizes] with the dimensions in the stride order of `like` and the last one innermost. Where
@@ -86,7 +90,7 @@ ForwardTensors forward_tensors(const AttentionCall& call) {
 
 // Runs the backward of a checked call and brings the gradients of its terms into their types.
 void run_backward(AttentionCall& call, BackwardTensors& t, const std::array<bool, 6>& need) {
-  const Backend backend = choose(call);
+  const Backend backend = choose(call, /*backward=*/true);
   call.prepare_launch();
   call.check_saved(t.grad_out, t.grad_lse, t.saved);
   const auto allocate = [&](bool needed, const at::Tensor& like) {
@@ -176,14 +180,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_forward(
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const c10::DeviceGuard device_guard(q.device());
   AttentionCall call(q, k, v, options);
-  const Backend backend = choose(call);
+  const Backend backend = choose(call, /*backward=*/false);
   call.prepare_launch();
   ForwardTensors t = forward_tensors(call);
   AttentionParams& p = call.params;
   p.out = call.view(t.out);
   p.lse = call.lse_view(t.lse);
   if (call.has_additive_mask()) p.lse_lo = call.lse_view(t.lse_lo);
-  if (backend == Backend::kSm80) {
+  if (backend == Backend::kSm90) {
+    forward_sm90(call, t);
+  } else if (backend == Backend::kSm80) {
     forward_sm80(call, t);
   } else if (backend == Backend::kAten) {
     forward_aten(call, t);
@@ -226,8 +232,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward_ac
 std::string attention_kernel(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                              const AttentionOptions& options, bool backward) {
   const AttentionCall call(q, k, v, options);
-  return describe_backends([&](Backend backend) { return refusal(call, backend); },
+  return describe_backends([&](Backend backend) { return refusal(call, backend, backward); },
                            [&](Backend backend) {
+                             if (backend == Backend::kSm90) return kernel_sm90(call);
                              return backend == Backend::kSm80 ? kernel_sm80(call, backward)
                                                               : std::string();
                            });

@@ -58,6 +58,13 @@ void backward_cpu(const AttentionCall& call, BackwardTensors& t);
 void forward_aten(const AttentionCall& call, ForwardTensors& t);
 void backward_aten(const AttentionCall& call, BackwardTensors& t);
 
+// Why the kernels of sm90, which have a forward alone, do not serve a call on the GPU; null where
+// they do.
+const char* refusal_sm90(const AttentionCall& call);
+// Which row of the kernel's config.h serves it.
+std::string kernel_sm90(const AttentionCall& call);
+void forward_sm90(const AttentionCall& call, ForwardTensors& t);
+
 // Why the kernels of sm80 do not serve a call on the GPU; null where they do.
 const char* refusal_sm80(const AttentionCall& call);
 // Which row of the kernel's config.h serves it.

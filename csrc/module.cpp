@@ -19,6 +19,7 @@
 #include "sm80/merge_states/config.h"
 #include "sm80/paged_decode/config.h"
 #include "sm80/paged_prefill/config.h"
+#include "sm90/attn_fwd/config.h"
 #endif
 
 namespace py = pybind11;
@@ -81,15 +82,22 @@ py::dict config_dict(const sm80::PagedDecodeConfig& c) {
 py::dict config_dict(const sm80::AppendKvConfig& c) {
   return py::dict("block_threads"_a = c.block_threads, "width"_a = c.width);
 }
+
+py::dict config_dict(const sm90::AttnFwdConfig& c) {
+  return py::dict("element_bytes"_a = 2, "head_dim"_a = c.head_dim, "block_q"_a = c.block_q(),
+                  "block_k"_a = c.block_k, "warpgroups"_a = c.warpgroups, "stages"_a = c.stages,
+                  "smem_bytes"_a = c.smem_bytes());
+}
 #endif
 
 // One entry a row of the tables in the kernels' config.h.
 py::list kernels() {
   py::list rows;
 #ifdef FLASHBPT_WITH_CUDA
-  const auto add = [&](const char* name, const auto& config) {
-    rows.append(py::dict("name"_a = name, "backend"_a = "sm80", "config"_a = config_dict(config)));
+  const auto add = [&](const char* name, const auto& config, const char* backend = "sm80") {
+    rows.append(py::dict("name"_a = name, "backend"_a = backend, "config"_a = config_dict(config)));
   };
+  for (const auto& kernel : sm90::kAttnFwdKernels) add(kernel.name, kernel.config, "sm90");
   for (const auto& kernel : sm80::kAttnFwdKernels) add(kernel.name, kernel.config);
   add("attn_bwd_prepare", sm80::kAttnBwdPrepareConfig);
   for (const auto& kernel : sm80::kAttnBwdKernels) add(kernel.name, kernel.config);

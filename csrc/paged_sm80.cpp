@@ -38,7 +38,7 @@ sm80::AppendRows append_rows(const char* name, const at::Tensor& rows, const at:
     const int64_t element = t.element_size();
     int64_t bits = reinterpret_cast<int64_t>(t.data_ptr());
     for (int64_t stride : strides) bits |= stride * element;
-    return sm80::common_access(bits) >= std::min<int64_t>(16, 8 * element);
+    return common_access(bits) >= std::min<int64_t>(16, 8 * element);
   };
   a.vectorised = aligned(kept, {kept.stride(0), kept.stride(1)}) &&
                  aligned(cache, {cache.stride(0), cache.stride(1), cache.stride(2)});
@@ -53,8 +53,8 @@ bool takes_prefill(const PagedParams& p, const DeviceLimits& device) {
 }
 
 // Rows of requests that decoding takes hold nothing of use then: it goes after.
-void launch_prefill(const PagedCall& call, const DeviceLimits& device,
-                    c10::cuda::CUDAStream stream, const at::Tensor& out, const at::Tensor& lse) {
+void launch_prefill(const PagedCall& call, const DeviceLimits& device, c10::cuda::CUDAStream stream,
+                    const at::Tensor& out, const at::Tensor& lse) {
   const SplitStates states(
       sm80::paged_prefill_splits(call.params, device), out, false,
       [](const at::Tensor& out) {

@@ -66,6 +66,16 @@ struct OnlineSoftmax {
       weigh(s, [&](float x, float base) { return fmaf(x, unit, -base * unit); });
   }
 
+  // s, of a row's first tile, becomes P.
+  template <int kN>
+  __device__ void start(float (&s)[kM][kN][4]) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) reference[m][half] = row_top(s[m], half);
+    weigh(s, [&](float x, float base) { return fmaf(x, unit, -base * unit); });
+  }
+
   // P of a tile by the references as they stand, packed as operand a of the next product; s stays.
   // The maximum only keeps exponentials in range, and as all terms are positive, a lane's sum of
   // them bounds each. False, with no sum changed, where one is over the limit or NaN, or where a
@@ -143,6 +153,14 @@ struct OnlineSoftmax {
       }
   }
 
+  template <int kN>
+  static __device__ float row_top(const float (&s)[kN][4], int half) {
+    float top = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) top = fmaxf(top, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+    return quad_max(top);
+  }
+
   // fmaxf passes over NaN: it stays out of the reference, and comes in through P.
   template <int kN, int kO, typename Share>
   __device__ void raise(const float (&s)[kM][kN][4], float (&o)[kM][kO][4], Share share) {
@@ -151,12 +169,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float x = -INFINITY;
-#pragma unroll
-        for (int n = 0; n < kN; ++n) x = fmaxf(x, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
-        top[m][half] = quad_max(x);
-      }
+      for (int half = 0; half < 2; ++half) top[m][half] = row_top(s[m], half);
     share(top);
 #pragma unroll
     for (int m = 0; m < kM; ++m)

@@ -1,6 +1,7 @@
 // In which order blocks take tiles: longest first, and so that what runs together shares the cache.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "divisor.h"
@@ -31,11 +32,17 @@ struct TileOrder {
     return {first_head + rest - tile * here.value(), last_first ? tiles - 1 - tile : tile};
   }
 
+  // Sections are of one size. One has at least `section_blocks` blocks: where tiles differ in
+  // length, the longest of the last section begins late, and what runs beside it has to last.
   static TileOrder make(int64_t tiles, int64_t heads, int64_t heads_that_share,
-                        int64_t bytes_shared, int64_t l2_bytes, bool last_first) {
-    const int64_t fit = l2_bytes / 2 / (bytes_shared > 0 ? bytes_shared : 1);
-    const int64_t wanted = heads_that_share * (fit > 0 ? fit : 1);
-    const uint32_t section = static_cast<uint32_t>(wanted < heads ? wanted : heads);
+                        int64_t bytes_shared, int64_t l2_bytes, bool last_first,
+                        int64_t section_blocks) {
+    const int64_t fit = std::max<int64_t>(l2_bytes / 2 / std::max<int64_t>(bytes_shared, 1), 1);
+    const int64_t enough = section_blocks / std::max<int64_t>(tiles, 1);
+    const int64_t wanted = std::max(fit * heads_that_share, enough);
+    const int64_t sections = std::max<int64_t>(heads / wanted, 1);
+    const int64_t shares = ceil_div(ceil_div(heads, sections), heads_that_share);
+    const uint32_t section = static_cast<uint32_t>(std::min(shares * heads_that_share, heads));
     return {static_cast<uint32_t>(tiles),
             static_cast<uint32_t>(heads),
             Divisor(section),

@@ -10,7 +10,7 @@ namespace flashbpt::tile {
 template <int kStages>
 class RingPlace {
  public:
-  __device__ int stage() const { return bits_ & 0xff; }
+  __device__ int stage() const { return kStages == 1 ? 0 : bits_ & 0xff; }
   __device__ uint32_t parity() const { return bits_ >> 8; }
   __device__ void advance() { bits_ = stage() + 1 < kStages ? bits_ + 1 : (parity() ^ 1) << 8; }
 

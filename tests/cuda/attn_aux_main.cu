@@ -428,7 +428,8 @@ void check_order(Random& random, bool* ok) {
     const int64_t tiles = 1 + random() % 40, heads = 1 + random() % 70, group = 1 + random() % 5;
     const bool last_first = random() % 2;
     const TileOrder order =
-        TileOrder::make(tiles, heads, group, 1 + random() % 100, random() % 2000, last_first);
+        TileOrder::make(tiles, heads, group, 1 + random() % 100, random() % 2000, last_first,
+                        random() % 2 * (random() % 400));
     std::vector<int> seen(tiles * heads, 0);
     uint32_t before = 0, section = 0;
     for (int64_t index = 0; index < tiles * heads; ++index) {

@@ -11,6 +11,7 @@ struct AttnFwdConfig {
   int head_dim;    // of the tiles; narrower heads are filled with zeros
   int block_k;     // keys of a tile
   int warpgroups;  // that compute, 64 query rows each; one more copies
+  int q_stages;    // tiles of Q; 2: that of the next work comes early
   int stages;      // tiles of K, and of V
   int copy_regs;   // registers a thread of the warpgroup that copies
   int math_regs;   // and of those that compute
@@ -21,7 +22,7 @@ struct AttnFwdConfig {
   constexpr int q_bytes() const { return block_q() * row_bytes(); }
   constexpr int kv_bytes() const { return block_k * row_bytes(); }
   // 1024: barriers and what is being worked on, and tiles begin at multiples of that.
-  constexpr int smem_bytes() const { return q_bytes() + 2 * stages * kv_bytes() + 1024; }
+  constexpr int smem_bytes() const { return q_stages * q_bytes() + 2 * stages * kv_bytes() + 1024; }
   // Registers a thread of O, S and P twice.
   constexpr int acc_regs() const { return head_dim / 2 + block_k; }
 };
@@ -35,10 +36,11 @@ struct AttnFwdKernel {
 // P of one tile is read by the tensor cores while that of the next is made, so a row's registers
 // are O, S and two P in 16 bits. D 64 would leave half of them idle in two warpgroups: three share
 // the keys, and their exponentials hide behind the others' products.
-//                                       dim keys groups stages copy math
-inline constexpr AttnFwdConfig kFwd64 = {64, 96, 3, 3, 32, 160};
-inline constexpr AttnFwdConfig kFwd128 = {128, 128, 2, 2, 40, 232};  // shared memory binds
-inline constexpr AttnFwdConfig kFwd256 = {256, 64, 2, 2, 24, 240};   // registers and shared memory
+//                                       dim keys groups q stages copy math
+inline constexpr AttnFwdConfig kFwd64 = {64, 96, 3, 2, 3, 32, 160};
+inline constexpr AttnFwdConfig kFwd128 = {128, 128, 2, 1, 2, 40, 232};  // shared memory binds
+inline constexpr AttnFwdConfig kFwd256 = {256, 64, 2,  1,
+                                          2,   24, 240};  // registers and shared memory
 
 inline constexpr AttnFwdKernel kAttnFwdKernels[] = {
     {"attn_fwd_bf16_d64", DataType::kBFloat16, kFwd64},

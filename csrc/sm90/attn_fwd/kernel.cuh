@@ -2,8 +2,9 @@
 //
 // Who does what: a block stays on its multiprocessor and takes one tile of query rows of one head
 // after the other, the longest first, from a counter. One thread of warpgroup 0 copies Q, K and V
-// by TMA; the others (math warpgroups) own 64 rows each. They walk over the keys from the last tile
-// to the first; S, P and O stay in registers.
+// by TMA; the others (math warpgroups) own 64 rows each. They walk over the keys from the first
+// tile on, so that blocks which start together share what the cache holds; S, P and O stay in
+// registers.
 //
 // A step of a math warpgroup issues S of a tile and, behind it, O += P V of the tile before; while
 // the tensor cores do the latter it makes P of this tile. The warpgroups take turns to issue, so
@@ -40,7 +41,8 @@ struct AttnFwd {
   using T = typename tile::ElementOf<kAttnFwdKernels[kRow].dtype>::Type;
 
   static constexpr int kBlockQ = kConfig.block_q(), kBlockK = kConfig.block_k;
-  static constexpr int kWarpgroups = kConfig.warpgroups, kStages = kConfig.stages;
+  static constexpr int kWarpgroups = kConfig.warpgroups;
+  static constexpr int kQStages = kConfig.q_stages, kStages = kConfig.stages;
   static constexpr int kN = kBlockK / 8;           // column pieces of S
   static constexpr int kO = kConfig.head_dim / 8;  // and of O
   enum NamedBarrier { kTurn = 1 };
@@ -53,10 +55,10 @@ struct AttnFwd {
   using Weights = uint32_t[kN / 2][4];  // P as operand a
 
   struct SmemPlan {
-    alignas(1024) char q[TileQ::kBytes];
+    alignas(1024) char q[kQStages][TileQ::kBytes];
     char k[kStages][TileKV::kBytes];
     char v[kStages][TileKV::kBytes];
-    tile::PipelineSmem<1> q_pipe;
+    tile::PipelineSmem<kQStages> q_pipe;
     tile::PipelineSmem<kStages> k_pipe, v_pipe;
     tile::PipelineSmem<2> work_pipe;
     Work works[2];
@@ -65,10 +67,10 @@ struct AttnFwd {
 
   const AttnFwdKernelParams& p;
   SmemPlan& smem;
-  const tile::Pipeline<1> q_pipe{smem.q_pipe};
+  const tile::Pipeline<kQStages> q_pipe{smem.q_pipe};
   const tile::Pipeline<kStages> k_pipe{smem.k_pipe}, v_pipe{smem.v_pipe};
   const tile::Pipeline<2> work_pipe{smem.work_pipe};
-  tile::RingPlace<1> q_at;
+  tile::RingPlace<kQStages> q_at;
   tile::RingPlace<kStages> k_at, v_at;  // V of a tile comes when K of the next has been asked for
   tile::RingPlace<2> work_at;
 
@@ -113,16 +115,16 @@ struct AttnFwd {
   }
 
   __device__ void copy_work(const Work& work) {
-    copy_keys(k_pipe, k_at, p.k_map, smem.k, work, work.tile_end - 1);
+    copy_keys(k_pipe, k_at, p.k_map, smem.k, work, work.tile_begin);
     q_pipe.start_filling(q_at, TileQ::kBytes);
-    copy_tile<TileQ>(smem.q, p.q_map, q_pipe.full(q_at), ptx::CacheHint::kEvictFirst, work.q0,
-                     work.head, work.batch);
+    copy_tile<TileQ>(smem.q[q_at.stage()], p.q_map, q_pipe.full(q_at), ptx::CacheHint::kEvictFirst,
+                     work.q0, work.head, work.batch);
     q_at.advance();
-    for (int tile = work.tile_end - 2; tile >= work.tile_begin; --tile) {
+    for (int tile = work.tile_begin + 1; tile < work.tile_end; ++tile) {
       copy_keys(k_pipe, k_at, p.k_map, smem.k, work, tile);
-      copy_keys(v_pipe, v_at, p.v_map, smem.v, work, tile + 1);
+      copy_keys(v_pipe, v_at, p.v_map, smem.v, work, tile - 1);
     }
-    copy_keys(v_pipe, v_at, p.v_map, smem.v, work, work.tile_begin);
+    copy_keys(v_pipe, v_at, p.v_map, smem.v, work, work.tile_end - 1);
   }
 
   __device__ void copy_keys(const tile::Pipeline<kStages>& pipe, tile::RingPlace<kStages>& at,
@@ -183,23 +185,23 @@ struct AttnFwd {
   __device__ void attend(const Work& work, const Operands& operands, int warpgroup, Output& o,
                          Softmax& softmax) {
     Weights p_reg, p_next_reg;
-    int tile = work.tile_end - 1;
+    int tile = work.tile_begin;
     q_pipe.wait_full(q_at);
     k_pipe.wait_full(k_at);
-    first_step(work, operands, warpgroup, tile, p_reg, o, softmax);
+    first_step(work, operands, warpgroup, tile, p_reg, softmax);
     // Two steps a turn, so that P and the next one change names and not registers.
-    for (--tile; tile > work.tile_begin; tile -= 2) {
+    for (++tile; tile + 1 < work.tile_end; tile += 2) {
       step(work, operands, warpgroup, tile, p_reg, p_next_reg, o, softmax);
-      step(work, operands, warpgroup, tile - 1, p_next_reg, p_reg, o, softmax);
+      step(work, operands, warpgroup, tile + 1, p_next_reg, p_reg, o, softmax);
     }
-    if (tile == work.tile_begin) {
+    if (tile + 1 == work.tile_end) {
       step(work, operands, warpgroup, tile, p_reg, p_next_reg, o, softmax);
 #pragma unroll
       for (int i = 0; i < 2 * kN; ++i) p_reg[i / 4][i % 4] = p_next_reg[i / 4][i % 4];
     }
     q_pipe.release(q_at);
     q_at.advance();
-    // O += P V, the first tile's
+    // O += P V, the last tile's
     v_pipe.wait_full(v_at);
     tile::start_gemm<T>(o[0], p_reg, operands.v.stage(v_at.stage()));
     softmax.finish();
@@ -210,22 +212,22 @@ struct AttnFwd {
     v_at.advance();
   }
 
-  // P of the last tile, with its maximum as the reference.
+  // P of the first tile, with its maximum as the reference.
   __device__ void first_step(const Work& work, const Operands& operands, int warpgroup, int tile,
-                             Weights& p_reg, Output& o, Softmax& softmax) {
+                             Weights& p_reg, Softmax& softmax) {
     Scores s;
     // S = Q K^T
-    tile::start_gemm<T, true>(s[0], operands.q, operands.k.stage(k_at.stage()));
+    tile::start_gemm<T, true>(s[0], operands.q.stage(q_at.stage()), operands.k.stage(k_at.stage()));
     ptx::wgmma_wait<0>();
     ptx::pin(s[0]);
     k_pipe.release(k_at);
     k_at.advance();
     finish_scores(work, warpgroup, tile, s);
-    softmax.update(s, o, [](float (&)[1][2]) {});
+    softmax.start(s);
     tile::pack<T>(s[0], p_reg);
   }
 
-  // P of a tile into p_next_reg, and O += P V of the tile after it from p_reg.
+  // P of a tile into p_next_reg, and O += P V of the tile before it from p_reg.
   __device__ void step(const Work& work, const Operands& operands, int warpgroup, int tile,
                        Weights& p_reg, Weights& p_next_reg, Output& o, Softmax& softmax) {
     Scores s;
@@ -233,7 +235,7 @@ struct AttnFwd {
     if (warpgroup == 0) k_pipe.wait_full(k_at);
     wait_turn(warpgroup);
     // S = Q K^T
-    tile::start_gemm<T, true>(s[0], operands.q, operands.k.stage(k_at.stage()));
+    tile::start_gemm<T, true>(s[0], operands.q.stage(q_at.stage()), operands.k.stage(k_at.stage()));
     if (warpgroup == 0) v_pipe.wait_full(v_at);
     // O += P V
     tile::start_gemm<T>(o[0], p_reg, operands.v.stage(v_at.stage()));

@@ -42,6 +42,9 @@ const char* attn_fwd_refusal(const AttentionParams& p, const DeviceLimits& devic
   if (p.dim % 8 != 0 || p.dim_v % 8 != 0 || std::max(p.dim, p.dim_v) > kLargestDim) {
     return "it takes head dims that are multiples of 8 up to 256";
   }
+  if (kAttnFwdKernels[choose_row(p)].config.smem_bytes() > device.smem_bytes) {
+    return "its tiles want more shared memory than the GPU has";
+  }
   if (p.packed()) return "it does not take packed sequences";
   if (p.mask) return "it does not take masks";
   if (p.alibi) return "it does not take ALiBi slopes";
@@ -77,7 +80,8 @@ void launch_attn_fwd(const AttentionParams& params, const DeviceLimits& device, 
   const bool causal = p.band.right != Band::kNoLimit;
   const int64_t kv_bytes = p.len_k * (p.dim + p.dim_v) * element_bytes(p.q.dtype);
   p.order = TileOrder::make(ceil_div(p.len_q, c.block_q()), heads, p.group(),
-                            causal ? kv_bytes : device.l2_bytes, device.l2_bytes, causal);
+                            causal ? kv_bytes : device.l2_bytes, device.l2_bytes, causal,
+                            causal ? 4 * device.multiprocessors : 0);
   const int64_t works = int64_t{p.order.tiles} * p.order.heads;
   if (works == 0) return;
   p.q_map = tile::make_tensor_map(p.q, p.dim, p.len_q, p.heads_q, p.batch, c.block_q());

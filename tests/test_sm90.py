@@ -1,0 +1,305 @@
+"""The kernels for Hopper: what they serve and refuse, shapes and features against the reference,
+and the softmax without a maximum at the edges of its range.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import DTYPES, Case, draw, make
+from compare import assert_bitwise, assert_close, check
+from test_attention import LENGTHS
+from test_attention_layout import LAYOUTS
+
+import flashbpt
+
+pytestmark = pytest.mark.gpu
+
+INF, NAN = float("inf"), float("nan")
+LOW = ["bf16", "fp16"]
+KERNELS = [(dtype, dim) for dtype in LOW for dim in (64, 128, 256)]
+PLAIN = Case(lq=300, lk=333, batch=2, heads=4, kv_heads=2, dim=128, dtype="bf16", lse=True)
+
+
+@pytest.fixture(autouse=True)
+def hopper(cuda):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+
+
+def served(inputs, backward=False):
+    return flashbpt.which_kernel(**inputs.leaves, **inputs.options, backward=backward)
+
+
+def check_here(inputs):
+    """On sm90, and gradients from its output and LSE by the backend that has a backward."""
+    assert served(inputs).kernel == "sm90", str(served(inputs))
+    assert served(inputs, backward=True).kernel == "sm80"
+    check(inputs)
+
+
+# ---- who is served
+def test_rows_of_the_kernel_list(cuda):
+    listed = {k["name"] for k in flashbpt._C.kernels() if k["backend"] == "sm90"}
+    reached = set()
+    for dtype in LOW:
+        for dim in range(8, 264, 8):
+            x = torch.zeros(1, 2, 300, dim, dtype=DTYPES[dtype], device=cuda)
+            choice = flashbpt.which_kernel(x, x, x)
+            assert choice.kernel == "sm90" and choice.config in listed
+            assert choice.config.startswith(f"attn_fwd_{dtype}_d")
+            reached.add(choice.config)
+    assert reached == listed
+
+
+X = {"lq": 200, "lk": 200, "dtype": "bf16", "dim": 64}
+REFUSED = [
+    (Case(**{**X, "dtype": "fp32"}), "bfloat16 and float16"),
+    (Case(**{**X, "dim": 60}), "multiples of 8"),
+    (Case(**{**X, "dim": 264}), "up to 256"),
+    (Case(**X, mask="bool:11qk"), "masks"),
+    (Case(**X, mask="own:11qk"), "masks"),
+    (Case(**X, alibi="h"), "ALiBi"),
+    (Case(**X, softcap=3.0), "softcap"),
+    (Case(**{**X, "lq": 1, "lk": 5000}), "split keys"),
+]
+
+
+@pytest.mark.parametrize("case, why", REFUSED, ids=[why for _, why in REFUSED])
+def test_refusals(cuda, case, why):
+    inputs = make(case, cuda, grads=False)
+    choice = served(inputs)
+    assert choice.kernel == "sm80" and why in choice.refused["sm90"]
+    with flashbpt.use_backend("sm90"), pytest.raises(RuntimeError, match=f"(?s)no kernel.*{why}"):
+        flashbpt.attention(**inputs.leaves, **inputs.options)
+
+
+def test_refusals_of_layouts_and_dropout(cuda):
+    x = torch.randn(2, 2, 100, 72, device=cuda).bfloat16()
+    narrow, odd = x[..., :64], x.flatten()[1 : 1 + 12800].view(1, 2, 100, 64)
+    assert flashbpt.which_kernel(narrow, narrow, narrow).kernel == "sm90"
+    for t in (odd, narrow[:1].expand(3, 2, 100, 64), x[:, :, ::1, :64].transpose(2, 3)):
+        assert "copies want" in flashbpt.which_kernel(t, t, t).refused["sm90"]
+    choice = flashbpt.which_kernel(narrow, narrow, narrow, dropout_p=0.1)
+    assert "dropout" in choice.refused["sm90"]
+    packed, starts = narrow[0].transpose(0, 1), torch.tensor([0, 100], device=cuda).int()
+    choice = flashbpt.which_kernel(packed, packed, packed, starts, op="varlen_attention")
+    assert "packed" in choice.refused["sm90"]
+
+
+def test_small_shared_memory(cuda):
+    x = torch.randn(1, 2, 100, 64, device=cuda).bfloat16()
+    flashbpt._C.limit_shared_memory(99 * 1024)
+    try:
+        assert "shared memory" in flashbpt.which_kernel(x, x, x).refused["sm90"]
+    finally:
+        flashbpt._C.limit_shared_memory(0)
+
+
+# ---- shapes and features
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(
+    "dim, dim_v",
+    [(8, 8), (24, 56), (64, 128), (72, 72), (80, 80), (96, 96), (128, 64), (192, 128), (200, 256)],
+    ids=str,
+)
+def test_head_dims(cuda, dim, dim_v, dtype):
+    check_here(make(replace(PLAIN, dim=dim, dim_v=dim_v, dtype=dtype), cuda))
+    check_here(make(replace(PLAIN, dim=dim, dim_v=dim_v, dtype=dtype, causal=True), cuda))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype, dim", KERNELS)
+def test_lengths(cuda, dtype, dim, causal):
+    for lq, lk in LENGTHS:
+        align = "lower-right" if causal and (lq + lk) % 2 else "upper-left"
+        case = replace(PLAIN, lq=lq, lk=lk, dim=dim, dtype=dtype, causal=causal, align=align)
+        check_here(make(replace(case, batch=1), cuda))
+
+
+@pytest.mark.parametrize("dtype, dim", KERNELS)
+@pytest.mark.parametrize(
+    "window", [(0, 0), (3, 0), (-1, 40), (70, 70), (16, 300), (200, -1)], ids=str
+)
+def test_windows(cuda, window, dtype, dim):
+    for align, lq, lk in (("upper-left", 257, 300), ("lower-right", 700, 480)):
+        case = Case(lq=lq, lk=lk, dim=dim, dtype=dtype, window=window, align=align, batch=1)
+        check_here(make(case, cuda))
+        check_here(make(replace(case, causal=True, lse=True, sinks=True), cuda))
+
+
+@pytest.mark.parametrize("ratio", [1, 2, 3, 8])
+def test_grouped_queries(cuda, ratio):
+    case = replace(PLAIN, heads=2 * ratio, kv_heads=2, dim=64, sinks=True)
+    for causal in (False, True):
+        check_here(make(replace(case, causal=causal), cuda))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.2, 3.0])
+@pytest.mark.parametrize("dtype", LOW)
+def test_scales(cuda, scale, dtype):
+    check_here(make(replace(PLAIN, dtype=dtype, scale=scale, causal=True, dim=64), cuda))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(cuda, layout):
+    """What the copies do not take goes to sm80, and is right too."""
+    inputs = make(replace(PLAIN, dim=64, causal=True), cuda)
+    for name in ("query", "key", "value"):
+        inputs.leaves[name] = LAYOUTS[layout](inputs.leaves[name])
+    check(inputs)
+
+
+def test_heads_first_and_rows_first_are_both_served(cuda):
+    shape = 2, 300, 6, 128
+    rows_first = [draw(shape, torch.bfloat16, cuda).transpose(1, 2) for _ in range(3)]
+    fused = draw((2, 300, 6, 3, 128), torch.bfloat16, cuda).unbind(3)
+    for q, k, v in (rows_first, [x.transpose(1, 2) for x in fused]):
+        assert flashbpt.which_kernel(q, k, v).kernel == "sm90"
+        out = flashbpt.attention(q, k, v)
+        assert out.stride() == torch.empty(shape).transpose(1, 2).stride()
+        with flashbpt.use_backend("sm80"):
+            wanted = flashbpt.attention(q, k, v)
+        assert_close("out", out, wanted, ulps=2, terms=300)
+
+
+def test_more_tiles_than_the_gpu_has_multiprocessors(cuda):
+    """Blocks that take several tiles each, the last of them of different lengths."""
+    for causal in (False, True):
+        case = Case(lq=700, batch=3, heads=48, kv_heads=16, dim=64, dtype="bf16", causal=causal)
+        check_here(make(case, cuda))
+
+
+# ---- the softmax without a maximum
+def rising(rows, keys, dim, block, step, dtype, device):
+    """q and k whose scores rise by `step` from a block of keys to the one before it."""
+    q, k = draw((1, 2, rows, dim), dtype, device), draw((1, 2, keys, dim), dtype, device)
+    q[..., 0] = 8
+    k[..., 0] = (torch.arange(keys, device=device).flip(0) // block * step / 8).to(dtype)
+    return q, k
+
+
+EXTREMES = {
+    "rise of 50 a block": (128, 50.0, None),
+    "rise of 25 a block": (64, 25.0, None),
+    "fall of 50 a block": (64, -50.0, None),
+    "jump of 38 and then V of 1e22": (300, 38.0, 1e22),
+    "just under 2^30": (300, 20.0, None),
+    "just over 2^15": (300, 10.6, None),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype, dim", KERNELS)
+@pytest.mark.parametrize("what", EXTREMES)
+def test_scores_that_leave_the_range_of_the_reference(cuda, what, dtype, dim, causal):
+    block, step, large = EXTREMES[what]
+    inputs = make(replace(PLAIN, lq=150, lk=900, dim=dim, dtype=dtype, causal=causal), cuda)
+    low = DTYPES[dtype]
+    q, k = rising(150, 900, dim, block, step, low, cuda)
+    inputs.leaves |= {"query": q, "key": k, "value": draw((1, 2, 900, dim), low, cuda)}
+    inputs.options |= {"scale": 1.0, "causal_align": "lower-right", "enable_gqa": False}
+    if large and dtype == "bf16":
+        inputs.leaves["value"][:, :, :300] *= large
+    q[..., 1:] *= dim**-0.5
+    check_here(inputs)
+
+
+@pytest.mark.parametrize("dtype, dim", KERNELS)
+@pytest.mark.parametrize("key", [0, 70, 332, -1])
+@pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
+def test_a_key_of_nan_or_infinity(cuda, value, key, dtype, dim):
+    """In the tile that is walked first, or later; key -1: in all of them."""
+    x = make(replace(PLAIN, dim=dim, dtype=dtype), cuda, grads=False)
+    q, k, v = (x.leaves[n] for n in ("query", "key", "value"))
+    q[0, 0, 5] = q[0, 0, 5].abs()
+    k[0, 0, slice(None) if key < 0 else key] = value
+    for name, got, wanted in zip(("out", "lse"), *on_both(q, k, v), strict=True):
+        assert torch.equal(got.isnan(), wanted.isnan()), name
+        assert torch.equal(got.isinf(), wanted.isinf()), name
+        finite = wanted.isfinite()
+        assert_close(name, got[finite], wanted[finite], ulps=2, terms=300)
+
+
+def on_both(q, k, v, **options):
+    """(out, lse) of sm90, and of the CPU in fp64."""
+    assert flashbpt.which_kernel(q, k, v, enable_gqa=True, **options).kernel == "sm90"
+    options |= {"enable_gqa": True, "return_lse": True}
+    right = flashbpt.attention(q.double().cpu(), k.double().cpu(), v.double().cpu(), **options)
+    return flashbpt.attention(q, k, v, **options), [x.to(q.device) for x in right]
+
+
+@pytest.mark.parametrize("sink", [1e4, -1e4, 0.0])
+@pytest.mark.parametrize("dtype, dim", KERNELS)
+def test_sinks_far_from_the_scores(cuda, sink, dtype, dim):
+    """With keys, and in rows that have none."""
+    q, k, v = (draw((1, 2, n, dim), DTYPES[dtype], cuda) for n in (400, 200, 200))
+    sinks = torch.full((2,), sink, device=cuda)
+    for align in ("upper-left", "lower-right"):
+        options = {"is_causal": True, "causal_align": align, "sinks": sinks}
+        out, lse = flashbpt.attention(q, k, v, **options, return_lse=True)
+        options["sinks"] = sinks.double().cpu()
+        x = (t.double().cpu() for t in (q, k, v))
+        right, right_lse = flashbpt.attention(*x, **options, return_lse=True)
+        assert_close("out", out, right.to(cuda), ulps=2, terms=300)
+        assert_close("lse", lse, right_lse.to(cuda), ulps=4, terms=300)
+        if align == "lower-right":
+            assert (out[:, :, :199] == 0).all() and (lse[:, :, :199] == sink).all()
+
+
+def test_rows_without_keys(cuda):
+    q, k, v = (draw((1, 2, n, 64), torch.bfloat16, cuda) for n in (400, 90, 90))
+    v[:] = NAN  # reaches no row that does not see it
+    options = {"is_causal": True, "causal_align": "lower-right", "return_lse": True}
+    out, lse = flashbpt.attention(q, k, v, **options)
+    assert (out[:, :, :310] == 0).all() and (lse[:, :, :310] == -INF).all()
+    assert out[:, :, 310:].isnan().all()
+
+
+# ---- the same bits every time
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype, dim", KERNELS)
+def test_repeats(cuda, dtype, dim, causal):
+    q, k, v = (draw((2, 40, 700, dim), DTYPES[dtype], cuda, size=2.0) for _ in range(3))
+    first = flashbpt.attention(q, k, v, is_causal=causal, return_lse=True)
+    for _ in range(10):
+        again = flashbpt.attention(q, k, v, is_causal=causal, return_lse=True)
+        for name, a, b in zip(("out", "lse"), first, again, strict=True):
+            assert_bitwise(name, a, b)
+
+
+def test_streams_and_graphs(cuda):
+    """Blocks take tiles from counters of their stream, or of their graph."""
+    q, k, v = (draw((2, 40, 500, 128), torch.bfloat16, cuda) for _ in range(3))
+    wanted = flashbpt.attention(q, k, v, is_causal=True)
+    torch.cuda.synchronize()
+    streams, got = [torch.cuda.Stream() for _ in range(3)], []
+    for _ in range(5):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                got.append(flashbpt.attention(q, k, v, is_causal=True))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got += [flashbpt.attention(q, k, v, is_causal=True) for _ in range(3)]
+    for x in got[-3:]:
+        x.zero_()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    for x in got:
+        assert_bitwise("out", x, wanted)
+
+
+def test_dropping_everything(cuda):
+    q, k, v = (draw((1, 2, 200, 64), torch.bfloat16, cuda) for _ in range(3))
+    out, lse = flashbpt.attention(q, k, v, dropout_p=1.0, return_lse=True)
+    assert (out == 0).all()
+    assert_bitwise("lse", lse, flashbpt.attention(q, k, v, return_lse=True)[1])
+
+
+def test_forced(cuda):
+    """A backward follows its forward where that has one; sm90 leaves it to sm80."""
+    inputs = make(replace(PLAIN, dim=64), cuda)
+    with flashbpt.use_backend("sm90"):
+        check(inputs)
