@@ -7,6 +7,7 @@ and `null` in the results; one that refuses a case raises RuntimeError, and is n
 """
 
 import contextlib
+import importlib.util
 from collections.abc import Callable
 
 import torch
@@ -52,6 +53,17 @@ def _varlen_fa2(
     return varlen_attn(query, key, value, *offsets, window_size=(-1, 0 if causal else -1))
 
 
+def _fa3(query, key, value, is_causal=False, attn_mask=None):
+    """FlashAttention-3's forward; of a wheel without a backward."""
+    import flash_attn_3._C  # noqa: F401
+
+    rows_first = (x.transpose(1, 2) for x in (query, key, value))
+    out = torch.ops.flash_attn_3.fwd(
+        *rows_first, softmax_scale=query.size(-1) ** -0.5, is_causal=is_causal, num_splits=1
+    )
+    return out[0].transpose(1, 2)
+
+
 def _cuda_only(peer: Peer) -> Peer | None:
     return peer if torch.cuda.is_available() else None
 
@@ -62,5 +74,6 @@ PEERS: dict[str, Peer | None] = {
     "fa2": _cuda_only(_sdpa_with(SDPBackend.FLASH_ATTENTION)),
     "efficient": _cuda_only(_sdpa_with(SDPBackend.EFFICIENT_ATTENTION)),
     "cudnn": _cuda_only(_sdpa_with(SDPBackend.CUDNN_ATTENTION)),
+    "fa3": _cuda_only(_fa3) if importlib.util.find_spec("flash_attn_3") else None,
 }
 VARLEN_PEERS: dict[str, Peer | None] = {"fa2": _cuda_only(_varlen_fa2)}

@@ -156,8 +156,9 @@ def test_dense_cases(bench):
         assert case.forward_flop == (whole / 2 if case.causal else whole)
         assert case.kwargs == {"is_causal": case.causal}
         half = case.dtype == torch.bfloat16
+        fa3 = {"fa3"} if case.direction == "fwd" else set()
         assert set(case.others) == (
-            {"fa2", "cudnn", "efficient"} if half else {"efficient", "math"}
+            {"fa2", "cudnn", "efficient"} | fa3 if half else {"efficient", "math"}
         )
         assert (case.tf32 is None) == half
     both = cases_of(bench, "dense", fp16=True)

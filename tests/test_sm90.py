@@ -45,10 +45,11 @@ def test_rows_of_the_kernel_list(cuda):
     for dtype in LOW:
         for dim in range(8, 264, 8):
             x = torch.zeros(1, 2, 300, dim, dtype=DTYPES[dtype], device=cuda)
-            choice = flashbpt.which_kernel(x, x, x)
-            assert choice.kernel == "sm90" and choice.config in listed
-            assert choice.config.startswith(f"attn_fwd_{dtype}_d")
-            reached.add(choice.config)
+            for options in ({"is_causal": True}, {"softcap": 3.0}, {"scale": -1.0}):
+                choice = flashbpt.which_kernel(x, x, x, **options)
+                assert choice.kernel == "sm90" and choice.config in listed
+                assert choice.config.startswith(f"attn_fwd_{dtype}_d")
+                reached.add(choice.config)
     assert reached == listed
 
 
@@ -59,8 +60,6 @@ REFUSED = [
     (Case(**{**X, "dim": 264}), "up to 256"),
     (Case(**X, mask="bool:11qk"), "masks"),
     (Case(**X, mask="own:11qk"), "masks"),
-    (Case(**X, alibi="h"), "ALiBi"),
-    (Case(**X, softcap=3.0), "softcap"),
     (Case(**{**X, "lq": 1, "lk": 5000}), "split keys"),
 ]
 
@@ -139,6 +138,24 @@ def test_grouped_queries(cuda, ratio):
 @pytest.mark.parametrize("dtype", LOW)
 def test_scales(cuda, scale, dtype):
     check_here(make(replace(PLAIN, dtype=dtype, scale=scale, causal=True, dim=64), cuda))
+
+
+@pytest.mark.parametrize("softcap", [1.0, 30.0, 1000.0])
+@pytest.mark.parametrize("dtype, dim", KERNELS)
+def test_softcap(cuda, softcap, dtype, dim):
+    case = replace(PLAIN, dim=dim, dtype=dtype, softcap=softcap, size=2.0, sinks=True)
+    check_here(make(case, cuda))
+    check_here(make(replace(case, causal=True, window=(90, -1), scale=-0.3), cuda))
+
+
+@pytest.mark.parametrize("align", ["upper-left", "lower-right"])
+@pytest.mark.parametrize("dtype, dim", KERNELS)
+def test_alibi(cuda, align, dtype, dim):
+    """Keys from the diagonal outwards, in both directions."""
+    case = replace(PLAIN, lq=300, lk=600, dim=dim, dtype=dtype, alibi="bh", align=align)
+    for change in ({}, {"causal": True}, {"window": (200, 150)}, {"lq": 600, "lk": 300}):
+        check_here(make(replace(case, **change), cuda))
+    check_here(make(replace(case, alibi="h", softcap=5.0, sinks=True, scale=0.0), cuda))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,7 +1,8 @@
 """`dense`: attention on CUDA with 16384 tokens and 2048 channels in every row, in TFLOP/s.
 
 A forward counts 4 * B * H * S * S * D operations, half of it under a causal mask. bf16 (and fp16
-with --fp16) runs against cuDNN, FlashAttention-2 and memory-efficient attention; fp32 against
+with --fp16) runs against cuDNN, FlashAttention-2 and memory-efficient attention, a forward against
+FlashAttention-3 too; fp32 against
 PyTorch's two backends for it, under both settings of torch.backends.cuda.matmul.allow_tf32.
 """
 
@@ -17,6 +18,7 @@ from report import Row, ratio, target
 
 TOKENS, CHANNELS = 16384, 2048
 HALF_PEERS = ("cudnn", "fa2", "efficient")
+FORWARD_PEERS = ("fa3", *HALF_PEERS)
 FLOAT_PEERS = ("efficient", "math")
 # Of FlashAttention-2's rate: the least geometric mean, and the least row.
 SM80_TARGETS = {
@@ -27,6 +29,9 @@ SM80_TARGETS = {
     ("fwd", 256): (1.0, 0),
     ("bwd", 256): (1.1, 0),
 }
+# Of the best peer's, at these lengths.
+SM90_FORWARD = {"mean": 1.04, "worst": 0.98}
+SM90_LENGTHS = (2048, 8192, 16384)
 
 
 def rows(options: Options) -> Iterator[Row]:
@@ -39,7 +44,8 @@ def cases(options: Options) -> Iterator[Case]:
     for dtype, head_dim, seqlen, causal, direction in itertools.product(
         dtypes, (64, 128, 256), seqlens, (False, True), ("fwd", "bwd", "fwd+bwd")
     ):
-        yield _case(dtype, head_dim, seqlen, causal, direction, options.quick, HALF_PEERS)
+        peers = FORWARD_PEERS if direction == "fwd" else HALF_PEERS
+        yield _case(dtype, head_dim, seqlen, causal, direction, options.quick, peers)
     seqlens = [64] if options.quick else [1024, 2048, 4096, 8192]
     for head_dim, seqlen, causal, direction, tf32 in itertools.product(
         (64, 128), seqlens, (False, True), ("fwd", "bwd"), (False, True)
@@ -79,6 +85,15 @@ def verdict(rows: list[Row]) -> list[str]:
             and row.get("fa2")
         ]
         lines += target(f"sm80 of fa2, d {head_dim} {direction}", held, mean, worst)
+    for dtype in ("bfloat16", "float16"):
+        held = [
+            r
+            for row in rows
+            if (row["backend"], row["direction"], row["dtype"]) == ("sm90", "fwd", dtype)
+            and row["seqlen"] in SM90_LENGTHS
+            and (r := ratio(row)) is not None
+        ]
+        lines += target(f"sm90 of its best peer, {dtype} fwd", held, **SM90_FORWARD)
     for tf32, direction in itertools.product((False, True), ("fwd", "bwd")):
         held = [
             ratio(row) for row in rows if (row.get("tf32"), row["direction"]) == (tf32, direction)

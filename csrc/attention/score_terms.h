@@ -78,6 +78,18 @@ struct ScoreTerms {
   }
 };
 
+// Scores of a row outside of [begin, end) become -inf; counted from this lane's first column.
+template <int kN>
+__device__ void hide_outside(float (&s)[kN][4], int half, int begin, int end) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int c = 8 * n + i;
+      if (c < begin || c >= end) s[n][2 * half + i] = -INFINITY;
+    }
+}
+
 // Scores outside of what each row sees become -inf.
 template <int kM, int kN>
 __device__ void hide_unseen(float (&s)[kM][kN][4], const Band& band, int64_t shift, int64_t len_k,
@@ -87,14 +99,8 @@ __device__ void hide_unseen(float (&s)[kM][kN][4], const Band& band, int64_t shi
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const KeyRange keys = band.of_row(row + 16 * m + 8 * half, shift, len_k);
-      const int begin = static_cast<int>(keys.begin) - col, end = static_cast<int>(keys.end) - col;
-#pragma unroll
-      for (int n = 0; n < kN; ++n)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int c = 8 * n + i;
-          if (c < begin || c >= end) s[m][n][2 * half + i] = -INFINITY;
-        }
+      hide_outside(s[m], half, static_cast<int>(keys.begin) - col,
+                   static_cast<int>(keys.end) - col);
     }
 }
 

@@ -27,9 +27,12 @@ struct AttnFwdConfig {
   constexpr int acc_regs() const { return head_dim / 2 + block_k; }
 };
 
+// terms: what changes scores before the softmax, beside a positive scale, causal, windows and
+// sinks; their code costs the others 3 %.
 struct AttnFwdKernel {
   const char* name;
   DataType dtype;
+  bool terms;
   AttnFwdConfig config;
 };
 
@@ -39,16 +42,21 @@ struct AttnFwdKernel {
 //                                       dim keys groups q stages copy math
 inline constexpr AttnFwdConfig kFwd64 = {64, 96, 3, 2, 3, 32, 160};
 inline constexpr AttnFwdConfig kFwd128 = {128, 128, 2, 1, 2, 40, 232};  // shared memory binds
-inline constexpr AttnFwdConfig kFwd256 = {256, 64, 2,  1,
-                                          2,   24, 240};  // registers and shared memory
+inline constexpr AttnFwdConfig kFwd256 = {256, 64, 2, 1, 2, 24, 240};   // and registers
 
 inline constexpr AttnFwdKernel kAttnFwdKernels[] = {
-    {"attn_fwd_bf16_d64", DataType::kBFloat16, kFwd64},
-    {"attn_fwd_bf16_d128", DataType::kBFloat16, kFwd128},
-    {"attn_fwd_bf16_d256", DataType::kBFloat16, kFwd256},
-    {"attn_fwd_fp16_d64", DataType::kFloat16, kFwd64},
-    {"attn_fwd_fp16_d128", DataType::kFloat16, kFwd128},
-    {"attn_fwd_fp16_d256", DataType::kFloat16, kFwd256},
+    {"attn_fwd_bf16_d64", DataType::kBFloat16, false, kFwd64},
+    {"attn_fwd_bf16_d128", DataType::kBFloat16, false, kFwd128},
+    {"attn_fwd_bf16_d256", DataType::kBFloat16, false, kFwd256},
+    {"attn_fwd_bf16_d64_terms", DataType::kBFloat16, true, kFwd64},
+    {"attn_fwd_bf16_d128_terms", DataType::kBFloat16, true, kFwd128},
+    {"attn_fwd_bf16_d256_terms", DataType::kBFloat16, true, kFwd256},
+    {"attn_fwd_fp16_d64", DataType::kFloat16, false, kFwd64},
+    {"attn_fwd_fp16_d128", DataType::kFloat16, false, kFwd128},
+    {"attn_fwd_fp16_d256", DataType::kFloat16, false, kFwd256},
+    {"attn_fwd_fp16_d64_terms", DataType::kFloat16, true, kFwd64},
+    {"attn_fwd_fp16_d128_terms", DataType::kFloat16, true, kFwd128},
+    {"attn_fwd_fp16_d256_terms", DataType::kFloat16, true, kFwd256},
 };
 
 constexpr bool attn_fwd_configs_fit() {

@@ -38,6 +38,7 @@ namespace flashbpt::sm90 {
 template <size_t kRow>
 struct AttnFwd {
   static constexpr AttnFwdConfig kConfig = kAttnFwdKernels[kRow].config;
+  static constexpr bool kTerms = kAttnFwdKernels[kRow].terms;
   using T = typename tile::ElementOf<kAttnFwdKernels[kRow].dtype>::Type;
 
   static constexpr int kBlockQ = kConfig.block_q(), kBlockK = kConfig.block_k;
@@ -94,37 +95,41 @@ struct AttnFwd {
   __device__ void copy() {
     const uint32_t count = p.order.tiles * p.order.heads;
     for (uint32_t index = blockIdx.x; index < count;) {
-      const Work work = find_work<kBlockQ, kBlockK>(p, index);
       const uint32_t next = gridDim.x + atomicAdd(p.counters, 1);
-      hand_out(work);
-      if (!work.empty()) copy_work(work);
+      Work& work = free_work();
+      find_work<kBlockQ, kBlockK>(p, index, work);
+      hand_out();
+      if (work.tiles() > 0) copy_work(work);
       index = next;
     }
-    hand_out(Work::none());
+    free_work().batch = -1;
+    hand_out();
     // The last block to end leaves the counters as it found them.
     __threadfence();
     if (atomicAdd(p.counters + 1, 1) == static_cast<int>(gridDim.x) - 1)
       p.counters[0] = p.counters[1] = 0;
   }
 
-  __device__ void hand_out(const Work& work) {
+  __device__ Work& free_work() const {
     ptx::mbarrier_wait(work_pipe.empty(work_at), work_at.parity() ^ 1);
-    smem.works[work_at.stage()] = work;
+    return smem.works[work_at.stage()];
+  }
+  __device__ void hand_out() {
     ptx::mbarrier_arrive(work_pipe.full(work_at));
     work_at.advance();
   }
 
   __device__ void copy_work(const Work& work) {
-    copy_keys(k_pipe, k_at, p.k_map, smem.k, work, work.tile_begin);
+    copy_keys(k_pipe, k_at, p.k_map, smem.k, work, work.tile<kTerms>(0));
     q_pipe.start_filling(q_at, TileQ::kBytes);
     copy_tile<TileQ>(smem.q[q_at.stage()], p.q_map, q_pipe.full(q_at), ptx::CacheHint::kEvictFirst,
                      work.q0, work.head, work.batch);
     q_at.advance();
-    for (int tile = work.tile_begin + 1; tile < work.tile_end; ++tile) {
-      copy_keys(k_pipe, k_at, p.k_map, smem.k, work, tile);
-      copy_keys(v_pipe, v_at, p.v_map, smem.v, work, tile - 1);
+    for (int i = 1; i < work.tiles(); ++i) {
+      copy_keys(k_pipe, k_at, p.k_map, smem.k, work, work.tile<kTerms>(i));
+      copy_keys(v_pipe, v_at, p.v_map, smem.v, work, work.tile<kTerms>(i - 1));
     }
-    copy_keys(v_pipe, v_at, p.v_map, smem.v, work, work.tile_end - 1);
+    copy_keys(v_pipe, v_at, p.v_map, smem.v, work, work.tile<kTerms>(work.tiles() - 1));
   }
 
   __device__ void copy_keys(const tile::Pipeline<kStages>& pipe, tile::RingPlace<kStages>& at,
@@ -170,7 +175,7 @@ struct AttnFwd {
       Output o;
 #pragma unroll
       for (int i = 0; i < 4 * kO; ++i) o[0][i / 4][i % 4] = 0.0f;
-      if (!work.empty()) attend(work, operands, warpgroup, o, softmax);
+      if (work.tiles() > 0) attend(work, operands, warpgroup, o, softmax);
       finish(work, warpgroup, o, softmax);
       __syncwarp();
       work_pipe.release(work_at);
@@ -185,17 +190,18 @@ struct AttnFwd {
   __device__ void attend(const Work& work, const Operands& operands, int warpgroup, Output& o,
                          Softmax& softmax) {
     Weights p_reg, p_next_reg;
-    int tile = work.tile_begin;
+    const int tiles = work.tiles();
     q_pipe.wait_full(q_at);
     k_pipe.wait_full(k_at);
-    first_step(work, operands, warpgroup, tile, p_reg, softmax);
+    first_step(work, operands, warpgroup, p_reg, softmax);
     // Two steps a turn, so that P and the next one change names and not registers.
-    for (++tile; tile + 1 < work.tile_end; tile += 2) {
-      step(work, operands, warpgroup, tile, p_reg, p_next_reg, o, softmax);
-      step(work, operands, warpgroup, tile + 1, p_next_reg, p_reg, o, softmax);
+    int i = 1;
+    for (; i + 1 < tiles; i += 2) {
+      step(work, operands, warpgroup, i, p_reg, p_next_reg, o, softmax);
+      step(work, operands, warpgroup, i + 1, p_next_reg, p_reg, o, softmax);
     }
-    if (tile + 1 == work.tile_end) {
-      step(work, operands, warpgroup, tile, p_reg, p_next_reg, o, softmax);
+    if (i < tiles) {
+      step(work, operands, warpgroup, i, p_reg, p_next_reg, o, softmax);
 #pragma unroll
       for (int i = 0; i < 2 * kN; ++i) p_reg[i / 4][i % 4] = p_next_reg[i / 4][i % 4];
     }
@@ -213,24 +219,28 @@ struct AttnFwd {
   }
 
   // P of the first tile, with its maximum as the reference.
-  __device__ void first_step(const Work& work, const Operands& operands, int warpgroup, int tile,
+  __device__ void first_step(const Work& work, const Operands& operands, int warpgroup,
                              Weights& p_reg, Softmax& softmax) {
     Scores s;
+    const int begin = work.tile<kTerms>(0) * kBlockK;
     // S = Q K^T
     tile::start_gemm<T, true>(s[0], operands.q.stage(q_at.stage()), operands.k.stage(k_at.stage()));
     ptx::wgmma_wait<0>();
     ptx::pin(s[0]);
     k_pipe.release(k_at);
     k_at.advance();
-    finish_scores(work, warpgroup, tile, s);
+    if (!scores_are_products(work, begin)) finish_scores(work, warpgroup, begin, s);
     softmax.start(s);
     tile::pack<T>(s[0], p_reg);
   }
 
-  // P of a tile into p_next_reg, and O += P V of the tile before it from p_reg.
-  __device__ void step(const Work& work, const Operands& operands, int warpgroup, int tile,
+  // P of tile number i into p_next_reg, and O += P V of the tile before it from p_reg.
+  __device__ void step(const Work& work, const Operands& operands, int warpgroup, int i,
                        Weights& p_reg, Weights& p_next_reg, Output& o, Softmax& softmax) {
     Scores s;
+    // Read early: what comes between S and P holds everything up.
+    const int begin = work.tile<kTerms>(i) * kBlockK;
+    const bool finished = scores_are_products(work, begin);
     // One warpgroup alone waits for the copies: the others follow it.
     if (warpgroup == 0) k_pipe.wait_full(k_at);
     wait_turn(warpgroup);
@@ -244,7 +254,7 @@ struct AttnFwd {
     ptx::pin(s[0]);
     k_pipe.release(k_at);
     k_at.advance();
-    finish_scores(work, warpgroup, tile, s);
+    if (!finished) finish_scores(work, warpgroup, begin, s);
     if (!softmax.template weigh_ahead<T>(s, p_next_reg)) {
       ptx::wgmma_wait<0>();
       ptx::pin(o[0]);
@@ -262,13 +272,35 @@ struct AttnFwd {
     return 64 * warpgroup + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   }
 
-  __device__ void finish_scores(const Work& work, int warpgroup, int tile, Scores& s) const {
-    if (p.score.sign != 1.0f)
+  // Of the tile of keys that starts at `begin`: no terms, and every row sees every key.
+  __device__ bool scores_are_products(const Work& work, int begin) const {
+    if (kTerms && (p.score.natural || p.score.sign != 1.0f)) return false;
+    return begin >= work.seen_begin && begin + kBlockK <= work.seen_end;
+  }
+
+  __device__ void finish_scores(const Work& work, int warpgroup, int begin, Scores& s) const {
+    const int row = work.q0 + row_of(warpgroup), col = begin + threadIdx.x % 4 * 2;
+    if (kTerms && p.score.natural)
+      add_terms(s, work.slope, static_cast<float>(row + p.diagonal_near - col));
+    else if (kTerms && p.score.sign != 1.0f)
       ScoreTerms::for_each(s, [&](float& x, int, int) { x *= p.score.sign; });
-    const int begin = tile * kBlockK;
     if (begin >= work.seen_begin && begin + kBlockK <= work.seen_end) return;
-    hide_unseen(s, p.band, p.q_offset + p.diagonal - p.k_offset, p.len_k,
-                work.q0 + row_of(warpgroup), begin + threadIdx.x % 4 * 2);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      hide_outside(s[0], half, p.keys.begin(row + 8 * half) - col,
+                   p.keys.end(row + 8 * half) - col);
+  }
+
+  // Scale, softcap, ALiBi. from_first: of this lane's first row from its first key, on the
+  // diagonal.
+  __device__ void add_terms(Scores& s, float slope, float from_first) const {
+    if (p.cap > 0.0f)
+      ScoreTerms::for_each(s, [&](float& x, int, int) { x = p.cap * fast_tanh(x * p.cap_unit); });
+    else
+      ScoreTerms::for_each(s, [&](float& x, int, int) { x *= p.scale_fp32; });
+    if (slope == 0.0f) return;
+    ScoreTerms::for_each(
+        s, [&](float& x, int r, int c) { x -= slope * ScoreTerms::distance(from_first, r, c); });
   }
 
   // O / l and LSE, to memory.

@@ -2,6 +2,7 @@
 #include "launch.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <iterator>
 
 #include "../../dispatch_element.h"
@@ -23,10 +24,13 @@ constexpr int64_t kLargestDim = 256;
 // The narrowest tile that holds the head.
 size_t choose_row(const AttentionParams& p) {
   const int64_t dim = std::max(p.dim, p.dim_v);
-  size_t row = 0;
-  while (kAttnFwdKernels[row].dtype != p.q.dtype || kAttnFwdKernels[row].config.head_dim < dim)
-    ++row;
-  return row;
+  const ScoreUnit score = score_unit(p);
+  const bool terms = score.natural || score.sign != 1.0f;
+  const auto serves = [&](const AttnFwdKernel& k) {
+    return k.dtype == p.q.dtype && k.terms == terms && k.config.head_dim >= dim;
+  };
+  return std::find_if(std::begin(kAttnFwdKernels), std::end(kAttnFwdKernels), serves) -
+         kAttnFwdKernels;
 }
 
 // Strides of dimensions of size 1 do not matter; a broadcast dimension has no stride to step by.
@@ -45,10 +49,13 @@ const char* attn_fwd_refusal(const AttentionParams& p, const DeviceLimits& devic
   if (kAttnFwdKernels[choose_row(p)].config.smem_bytes() > device.smem_bytes) {
     return "its tiles want more shared memory than the GPU has";
   }
+  const int64_t shift = p.q_offset + p.diagonal - p.k_offset;
+  if (std::max(p.len_q, p.len_k) >= RowKeys::kFar ||
+      (p.alibi && std::abs(shift) >= RowKeys::kFar)) {
+    return "it takes lengths below 2^30";
+  }
   if (p.packed()) return "it does not take packed sequences";
   if (p.mask) return "it does not take masks";
-  if (p.alibi) return "it does not take ALiBi slopes";
-  if (p.softcap > 0) return "it does not take softcap";
   if (p.dropout_threshold > 0 && !p.drops_all()) return "it does not take dropout";
   if (!has_map(p.q, p.batch, p.heads_q, p.len_q) || !has_map(p.k, p.batch, p.heads_kv, p.len_k) ||
       !has_map(p.v, p.batch, p.heads_kv, p.len_k)) {
@@ -89,7 +96,12 @@ void launch_attn_fwd(const AttentionParams& params, const DeviceLimits& device, 
   p.v_map = tile::make_tensor_map(p.v, p.dim_v, p.len_k, p.heads_kv, p.batch, c.block_k);
   p.heads = Divisor(p.heads_q);
   p.group_heads = Divisor(p.group());
+  p.keys = RowKeys::of(p);
+  p.diagonal_near = static_cast<int>(p.q_offset + p.diagonal - p.k_offset);
   p.score = score_unit(p);
+  p.scale_fp32 = static_cast<float>(p.scale);
+  p.cap = static_cast<float>(p.softcap);
+  p.cap_unit = p.softcap > 0 ? static_cast<float>(p.scale / p.softcap) : 0.0f;
   p.counters = counters;
   const int blocks = static_cast<int>(std::min<int64_t>(works, device.multiprocessors));
   dispatch_element(p.q.dtype, [&](auto tag) {
