@@ -49,7 +49,7 @@ CPP_SOURCES = [
     "csrc/paged.cpp",
     "csrc/paged_call.cpp",
     "csrc/paged_sm80.cpp",
-    "csrc/stream_barriers.cpp",
+    "csrc/stream_words.cpp",
     "csrc/cpu/attention_forward.cpp",
     "csrc/cpu/attention_backward.cpp",
     "csrc/cpu/score_tile.cpp",

@@ -8,7 +8,7 @@
 
 #include "device_limits.h"
 #include "sm90/attn_fwd/launch.h"
-#include "stream_barriers.h"
+#include "stream_words.h"
 #endif
 
 namespace flashbpt {
@@ -30,7 +30,7 @@ std::string kernel_sm90(const AttentionCall& call) {
 void forward_sm90(const AttentionCall& call, ForwardTensors& t) {
   if (call.has_empty_dimension()) return forward_aten(call, t);
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  sm90::launch_attn_fwd(call.params, device_limits(call.q), stream_barriers(stream), stream);
+  sm90::launch_attn_fwd(call.params, device_limits(call.q), stream_words(stream).counters, stream);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   if (call.params.drops_all()) t.out.zero_();
 }

@@ -16,7 +16,7 @@
 #include "sm80/paged_decode/launch.h"
 #include "sm80/paged_prefill/launch.h"
 #include "split_states.h"
-#include "stream_barriers.h"
+#include "stream_words.h"
 #endif
 
 namespace flashbpt {
@@ -105,8 +105,8 @@ void paged_attention_sm80(const PagedCall& call, const at::Tensor& out, const at
               p.most_units(), " units of work; a call takes ", sm80::kMostUnits);
   const at::Tensor workspace = at::empty({p.workspace_bytes()}, call.q.options().dtype(at::kByte));
   p.set_workspace(workspace.data_ptr());
-  static_assert(sm80::kPagedBarriers <= kStreamBarriers);
-  p.barriers = stream_barriers(stream);
+  static_assert(sm80::kPagedBarriers <= StreamWords::kBarriers);
+  p.barriers = stream_words(stream).barriers;
   sm80::launch_paged_decode(p, stream);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }

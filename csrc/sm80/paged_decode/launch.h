@@ -16,7 +16,7 @@ struct PagedDecodeParams : PagedParams {
   // Partial states in fp32, 2 blocks() of [tile_rows, partial_width()] and [tile_rows].
   float* partial_out = nullptr;
   float* partial_lse = nullptr;
-  int32_t* barriers = nullptr;                   // [kPagedBarriers], zero between kernels: parts.h
+  int32_t* barriers = nullptr;                   // [kPagedBarriers], see parts.h
   int access_q = 0, access_k = 0, access_v = 0;  // bytes that rows are cut into, at most 16
   bool out_vectors = false;                      // whether four columns of `out` are one vector
   // Whether the rows of both caches are cut into chunks, of which 32 bits count all there are.

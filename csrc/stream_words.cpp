@@ -1,5 +1,5 @@
 #ifdef FLASHBPT_WITH_CUDA
-#include "stream_barriers.h"
+#include "stream_words.h"
 
 #include <map>
 #include <memory>
@@ -54,7 +54,7 @@ class Pool {
       lock.unlock();
       int32_t* const words = new_words(device);
       lock.lock();
-      for (int64_t i = 0; i < kCount; ++i) free.push_back(words + i * kStreamBarriers);
+      for (int64_t i = 0; i < kCount; ++i) free.push_back(words + i * kWords);
     }
     int32_t* const words = free.back();
     taken_.emplace(key, words);
@@ -77,8 +77,8 @@ class Pool {
     if (!raw) C10_CUDA_CHECK(cudaStreamCreateWithFlags(&raw, cudaStreamNonBlocking));
     const c10::cuda::CUDAStream stream = c10::cuda::getStreamFromExternal(raw, device);
     const c10::cuda::CUDAStreamGuard on(stream);
-    slabs_.push_back(at::zeros({kCount, kStreamBarriers},
-                               at::TensorOptions(at::kInt).device(at::kCUDA, device)));
+    slabs_.push_back(
+        at::zeros({kCount, kWords}, at::TensorOptions(at::kInt).device(at::kCUDA, device)));
     stream.synchronize();
     return slabs_.back().data_ptr<int32_t>();
   }
@@ -102,6 +102,7 @@ class Pool {
     C10_CUDA_CHECK(kept);
   }
 
+  static constexpr int64_t kWords = StreamWords::kBarriers + StreamWords::kCounters;
   static constexpr int64_t kCount = 64;  // sets of words in a slab
 
   std::mutex growing_;  // of what the driver's thread does not touch
@@ -115,9 +116,10 @@ class Pool {
 
 }  // namespace
 
-int32_t* stream_barriers(c10::cuda::CUDAStream stream) {
+StreamWords stream_words(c10::cuda::CUDAStream stream) {
   static Pool* const pool = new Pool;
-  return pool->of(stream);
+  int32_t* const words = pool->of(stream);
+  return {words, words + StreamWords::kBarriers};
 }
 
 }  // namespace flashbpt
