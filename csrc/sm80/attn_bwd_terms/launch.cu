@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "../attn_bwd/choose_row.h"
 #include "../../dispatch_element.h"
+#include "../attn_bwd/choose_row.h"
 #include "config.h"
 #include "launch.h"
 #include "schedule.h"

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <bit>
 
-#include "../attn_params.h"
 #include "../../dispatch_element.h"
 #include "../../launch_kernel.h"
+#include "../attn_params.h"
 #include "../whole_vectors.h"
 #include "backward.cuh"
 #include "kernel.cuh"
