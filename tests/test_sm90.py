@@ -8,14 +8,17 @@ import pytest
 import torch
 from cases import DTYPES, Case, draw, make
 from compare import assert_bitwise, assert_close, check
+from op_calls import forward
 from test_attention import LENGTHS
 from test_attention_layout import LAYOUTS
 
 import flashbpt
+from flashbpt.backend import BACKENDS
 
 pytestmark = pytest.mark.gpu
 
 INF, NAN = float("inf"), float("nan")
+SM90 = BACKENDS["sm90"]
 LOW = ["bf16", "fp16"]
 KERNELS = [(dtype, dim) for dtype in LOW for dim in (64, 128, 256)]
 PLAIN = Case(lq=300, lk=333, batch=2, heads=4, kv_heads=2, dim=128, dtype="bf16", lse=True)
@@ -25,6 +28,13 @@ PLAIN = Case(lq=300, lk=333, batch=2, heads=4, kv_heads=2, dim=128, dtype="bf16"
 def hopper(cuda):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
+
+
+@pytest.fixture
+def forced(hopper):
+    """What sm90 does not serve is refused."""
+    with flashbpt.use_backend("sm90"):
+        yield
 
 
 def served(inputs, backward=False):
@@ -189,20 +199,24 @@ def test_more_tiles_than_the_gpu_has_multiprocessors(cuda):
 
 # ---- the softmax without a maximum
 def rising(rows, keys, dim, block, step, dtype, device):
-    """q and k whose scores rise by `step` from a block of keys to the one before it."""
+    """q and k whose scores rise by `step` from a block of keys to the next one."""
     q, k = draw((1, 2, rows, dim), dtype, device), draw((1, 2, keys, dim), dtype, device)
     q[..., 0] = 8
-    k[..., 0] = (torch.arange(keys, device=device).flip(0) // block * step / 8).to(dtype)
+    k[..., 0] = (torch.arange(keys, device=device) // block * step / 8).to(dtype)
     return q, k
 
 
+# block of keys, step, factor of the last third of V. A lane sums up to 32 columns of a row: 2^30 is
+# exp(17.3) of each, 2^15 exp(6.9).
 EXTREMES = {
-    "rise of 50 a block": (128, 50.0, None),
-    "rise of 25 a block": (64, 25.0, None),
-    "fall of 50 a block": (64, -50.0, None),
+    "rise of 50 a block": (128, 50.0, 1),
+    "rise of 25 a block": (64, 25.0, 1),
+    "fall of 50 a block": (64, -50.0, 1),
     "jump of 38 and then V of 1e22": (300, 38.0, 1e22),
-    "just under 2^30": (300, 20.0, None),
-    "just over 2^15": (300, 10.6, None),
+    "jump under 2^30 and V of 1e22": (600, 16.0, 1e22),
+    "jump over 2^30": (600, 19.0, 1),
+    "jump under 2^15": (600, 6.0, 1),
+    "jump over 2^15": (600, 8.0, 1),
 }
 
 
@@ -210,14 +224,14 @@ EXTREMES = {
 @pytest.mark.parametrize("dtype, dim", KERNELS)
 @pytest.mark.parametrize("what", EXTREMES)
 def test_scores_that_leave_the_range_of_the_reference(cuda, what, dtype, dim, causal):
-    block, step, large = EXTREMES[what]
+    block, step, factor = EXTREMES[what]
     inputs = make(replace(PLAIN, lq=150, lk=900, dim=dim, dtype=dtype, causal=causal), cuda)
     low = DTYPES[dtype]
     q, k = rising(150, 900, dim, block, step, low, cuda)
     inputs.leaves |= {"query": q, "key": k, "value": draw((1, 2, 900, dim), low, cuda)}
     inputs.options |= {"scale": 1.0, "causal_align": "lower-right", "enable_gqa": False}
-    if large and dtype == "bf16":
-        inputs.leaves["value"][:, :, :300] *= large
+    if dtype == "bf16":
+        inputs.leaves["value"][:, :, 600:] *= factor
     q[..., 1:] *= dim**-0.5
     check_here(inputs)
 
@@ -248,7 +262,7 @@ def on_both(q, k, v, **options):
 
 @pytest.mark.parametrize("sink", [1e4, -1e4, 0.0])
 @pytest.mark.parametrize("dtype, dim", KERNELS)
-def test_sinks_far_from_the_scores(cuda, sink, dtype, dim):
+def test_sinks_far_from_the_scores(cuda, forced, sink, dtype, dim):
     """With keys, and in rows that have none."""
     q, k, v = (draw((1, 2, n, dim), DTYPES[dtype], cuda) for n in (400, 200, 200))
     sinks = torch.full((2,), sink, device=cuda)
@@ -257,14 +271,15 @@ def test_sinks_far_from_the_scores(cuda, sink, dtype, dim):
         out, lse = flashbpt.attention(q, k, v, **options, return_lse=True)
         options["sinks"] = sinks.double().cpu()
         x = (t.double().cpu() for t in (q, k, v))
-        right, right_lse = flashbpt.attention(*x, **options, return_lse=True)
+        with flashbpt.use_backend("auto"):
+            right, right_lse = flashbpt.attention(*x, **options, return_lse=True)
         assert_close("out", out, right.to(cuda), ulps=2, terms=300)
         assert_close("lse", lse, right_lse.to(cuda), ulps=4, terms=300)
         if align == "lower-right":
             assert (out[:, :, :199] == 0).all() and (lse[:, :, :199] == sink).all()
 
 
-def test_rows_without_keys(cuda):
+def test_rows_without_keys(cuda, forced):
     q, k, v = (draw((1, 2, n, 64), torch.bfloat16, cuda) for n in (400, 90, 90))
     v[:] = NAN  # reaches no row that does not see it
     options = {"is_causal": True, "causal_align": "lower-right", "return_lse": True}
@@ -276,7 +291,7 @@ def test_rows_without_keys(cuda):
 # ---- the same bits every time
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype, dim", KERNELS)
-def test_repeats(cuda, dtype, dim, causal):
+def test_repeats(cuda, forced, dtype, dim, causal):
     q, k, v = (draw((2, 40, 700, dim), DTYPES[dtype], cuda, size=2.0) for _ in range(3))
     first = flashbpt.attention(q, k, v, is_causal=causal, return_lse=True)
     for _ in range(10):
@@ -285,7 +300,7 @@ def test_repeats(cuda, dtype, dim, causal):
             assert_bitwise(name, a, b)
 
 
-def test_streams_and_graphs(cuda):
+def test_streams_and_graphs(cuda, forced):
     """Blocks take tiles from counters of their stream, or of their graph."""
     q, k, v = (draw((2, 40, 500, 128), torch.bfloat16, cuda) for _ in range(3))
     wanted = flashbpt.attention(q, k, v, is_causal=True)
@@ -311,6 +326,7 @@ def test_streams_and_graphs(cuda):
 def test_beside_paged_attention(cuda):
     """Its kernel has words of the stream too, and leaves other numbers in them."""
     q, k, v = (draw((2, 40, 500, 128), torch.bfloat16, cuda) for _ in range(3))
+    assert flashbpt.which_kernel(q, k, v).kernel == "sm90"
     wanted = flashbpt.attention(q, k, v)
     row, cache = q[:, :, 0], draw((64, 64, 8, 128), torch.bfloat16, cuda)
     table = torch.arange(64, device=cuda).int().view(2, 32)
@@ -322,15 +338,61 @@ def test_beside_paged_attention(cuda):
         assert_bitwise("paged", again, first)
 
 
-def test_dropping_everything(cuda):
+def test_dropping_everything(cuda, forced):
     q, k, v = (draw((1, 2, 200, 64), torch.bfloat16, cuda) for _ in range(3))
     out, lse = flashbpt.attention(q, k, v, dropout_p=1.0, return_lse=True)
     assert (out == 0).all()
     assert_bitwise("lse", lse, flashbpt.attention(q, k, v, return_lse=True)[1])
 
 
-def test_forced(cuda):
-    """A backward follows its forward where that has one; sm90 leaves it to sm80."""
-    inputs = make(replace(PLAIN, dim=64), cuda)
-    with flashbpt.use_backend("sm90"):
-        check(inputs)
+def test_backward_of_what_was_forced(cuda, forced):
+    """sm90 has none, and leaves it to sm80."""
+    check(make(replace(PLAIN, dim=64), cuda))
+
+
+# ---- blocks of queries and keys
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"causal": True},
+        {"window_left": 70, "window_right": 40},
+        {"window_left": 90, "causal": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("slopes", [False, True], ids=["", "alibi"])
+def test_offsets(cuda, limits, slopes):
+    """Rows of a block as in the whole; a block of keys as the whole with the others far away."""
+    q, k, v = (draw((2, 4, n, 128), torch.bfloat16, cuda) for n in (700, 800, 800))
+    more = {"backend": SM90, "diagonal": 100, **limits}
+    if slopes:
+        more["alibi_slopes"] = torch.tensor([0.5, 0.1, 0.01, 0.002], device=cuda)
+    out, lse, *_ = forward(q=q, k=k, v=v, **more)
+    for first, last in ((0, 130), (130, 500), (500, 700)):
+        block = forward(q=q[:, :, first:last], k=k, v=v, q_offset=first, **more)
+        assert_close("out", block[0], out[:, :, first:last], ulps=2, terms=300)
+        assert_close("lse", block[1], lse[:, :, first:last], ulps=4, terms=300)
+    parts = [
+        forward(q=q, k=k[:, :, a:b], v=v[:, :, a:b], k_offset=a, **more)
+        for a, b in ((0, 300), (300, 640), (640, 800))
+    ]
+    merged = flashbpt.merge_attention_states([x[0] for x in parts], [x[1] for x in parts])
+    assert_close("out", merged[0], out, ulps=4, terms=300)
+    assert_close("lse", merged[1], lse, ulps=4, terms=300)
+
+
+def test_far_offsets(cuda):
+    q, k, v = (draw((1, 2, 300, 64), torch.bfloat16, cuda) for _ in range(3))
+    call = {"q": q, "k": k, "v": v, "backend": SM90}
+    usual = forward(**call)
+    for far in ({"diagonal": 2**40}, {"q_offset": 2**40}, {"q_offset": 2**30}):
+        for name, a, b in zip(("out", "lse"), forward(causal=True, **far, **call), usual):
+            assert_bitwise(name, a, b)
+    for far in ({"diagonal": -(2**40)}, {"k_offset": 2**40}, {"k_offset": 2**30}):
+        out, lse, *_ = forward(causal=True, **far, **call)
+        assert (out == 0).all() and (lse == -INF).all()
+    near = {"window_left": 5, "window_right": 9}
+    wanted = forward(**near, **call)
+    moved = forward(q_offset=2**40, k_offset=2**40, **near, **call)
+    for name, a, b in zip(("out", "lse"), moved, wanted):
+        assert_bitwise(name, a, b)

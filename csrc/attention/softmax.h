@@ -2,9 +2,9 @@
 // holds rows {g, g + 8} + 16 m and columns {2 t, 2 t + 1} + 8 n.
 //
 // Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018). What is
-// subtracted is a reference, not the running maximum: it follows the maximum only when that has
-// grown by more than kSlack, so that most tiles leave the accumulators alone. P may then reach
-// 2^kSlack, which fp16 holds, and every sum has the same reference in the end.
+// subtracted is a reference, not the running maximum, and every sum has the same one in the end. It
+// follows the maximum only when that has grown by more than kSlack, so that most tiles leave the
+// accumulators alone: P may then reach 2^kSlack (update), or the limit of weigh_ahead.
 #pragma once
 
 #include <cmath>

@@ -18,8 +18,8 @@ __device__ inline void wait_for_earlier_grids() {
 #endif
 }
 
-// First in every kernel of sm80/: its launch may overlap the end of the kernel before it. Compiled
-// for less than sm_90 it is nothing, and sm80/launch_kernel.h launches in order.
+// First in every kernel: its launch may overlap the end of the kernel before it. Compiled for less
+// than sm_90 it is nothing, and launch_kernel.h launches in order.
 __device__ inline void follow_earlier_grids() {
   launch_dependents();
   wait_for_earlier_grids();

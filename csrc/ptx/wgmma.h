@@ -52,8 +52,9 @@ enum class Major { kInner, kOuter };
 // wgmma<T, kA, kB>(d, a, b, accumulate) with two descriptors, wgmma<T, kB>(d, registers of a, b,
 // accumulate): d += a b, or d = a b without `accumulate`. The size of d says which N.
 //
-// An instruction names each of its registers: the first 8 d, 8 (d + 1), ... operands of asm, and
-// what comes after them by number.
+// The text of an instruction names each of its registers: D0, D1, ... are the numbers of 8 of them,
+// D32 to D128 of so many, R32 to R128 the registers d itself as operands of asm. What comes after
+// them is given by its number.
 #define FLASHBPT_D0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define FLASHBPT_D1 "%8, %9, %10, %11, %12, %13, %14, %15"
 #define FLASHBPT_D2 "%16, %17, %18, %19, %20, %21, %22, %23"

@@ -20,7 +20,7 @@ class RingPlace {
 
 template <int kStages>
 struct PipelineSmem {
-  uint64_t full[kStages];   // one arrival, and the bytes that it expects
+  uint64_t full[kStages];   // one arrival, and the bytes that it expects, if any
   uint64_t empty[kStages];  // an arrival of each warp that reads
 };
 

@@ -86,14 +86,13 @@ struct Call {
 
   double scale() const { return c.scale != 0 ? c.scale : 1 / std::sqrt(double(c.dim)); }
 
-  // Scores of later keys are lower by `rise` every 64 keys: walked from the last key to the first
-  // they rise.
+  // Scores of later keys are higher by `rise` every 64 keys.
   void bend() {
     if (c.rise == 0) return;
     for (size_t i = 0; i < q.size(); i += c.dim) q[i] = from_double<T>(8);
     for (size_t i = 0; i < k.size(); i += c.dim) {
       const size_t key = i / c.dim / c.heads_kv % c.len_k;
-      k[i] = from_double<T>((c.len_k - key) / 64 * c.rise / 8 / scale());
+      k[i] = from_double<T>(key / 64 * c.rise / 8 / scale());
     }
   }
 

@@ -1,7 +1,7 @@
 // Checks the Hopper layers, ptx/{mbarrier,tma,wgmma}.h and tile/{tensor_map,pipeline,wgmma_operand,
 // store_quads}.h, by a plain matrix product C = A B on them: both operands with the inner dimension
 // along columns and along rows, bf16 and fp16, every N, odd sizes; then its rate at 8192 cubed.
-// Exit status 0: every check held, and the device is a Hopper GPU (else 0 with a word).
+// Exit status 0: every check held, or the device is no Hopper GPU.
 //
 //     nvcc -cudart static -gencode arch=compute_90a,code=sm_90a -O3 --std=c++20
 //         --expt-relaxed-constexpr tests/cuda/wgmma_main.cu -o wgmma_main

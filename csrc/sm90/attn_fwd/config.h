@@ -40,7 +40,7 @@ struct AttnFwdKernel {
 // are O, S and two P in 16 bits. D 64 would leave half of them idle in two warpgroups: three share
 // the keys, and their exponentials hide behind the others' products.
 //                                       dim keys groups q stages copy math
-inline constexpr AttnFwdConfig kFwd64 = {64, 96, 3, 2, 3, 32, 160};
+inline constexpr AttnFwdConfig kFwd64 = {64, 96, 3, 2, 3, 32, 160};     // registers bind
 inline constexpr AttnFwdConfig kFwd128 = {128, 128, 2, 1, 2, 40, 232};  // shared memory binds
 inline constexpr AttnFwdConfig kFwd256 = {256, 64, 2, 1, 2, 24, 240};   // and registers
 

@@ -203,7 +203,7 @@ struct AttnFwd {
     if (i < tiles) {
       step(work, operands, warpgroup, i, p_reg, p_next_reg, o, softmax);
 #pragma unroll
-      for (int i = 0; i < 2 * kN; ++i) p_reg[i / 4][i % 4] = p_next_reg[i / 4][i % 4];
+      for (int j = 0; j < 2 * kN; ++j) p_reg[j / 4][j % 4] = p_next_reg[j / 4][j % 4];
     }
     q_pipe.release(q_at);
     q_at.advance();
@@ -255,6 +255,8 @@ struct AttnFwd {
     k_pipe.release(k_at);
     k_at.advance();
     if (!finished) finish_scores(work, warpgroup, begin, s);
+    // The wait inside is each warp's own, though PTX wants the warpgroup to branch as one: without
+    // a branch before the next wait ptxas puts that before the exponentials, or serializes wgmma.
     if (!softmax.template weigh_ahead<T>(s, p_next_reg)) {
       ptx::wgmma_wait<0>();
       ptx::pin(o[0]);

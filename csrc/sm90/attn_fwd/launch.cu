@@ -49,19 +49,20 @@ const char* attn_fwd_refusal(const AttentionParams& p, const DeviceLimits& devic
   if (kAttnFwdKernels[choose_row(p)].config.smem_bytes() > device.smem_bytes) {
     return "its tiles want more shared memory than the GPU has";
   }
-  const int64_t shift = p.q_offset + p.diagonal - p.k_offset;
-  if (std::max(p.len_q, p.len_k) >= RowKeys::kFar ||
-      (p.alibi && std::abs(shift) >= RowKeys::kFar)) {
-    return "it takes lengths below 2^30";
+  if (std::max(p.len_q, p.len_k) >= RowKeys::kFar) return "it takes lengths below 2^30";
+  if (p.alibi && std::abs(p.q_offset + p.diagonal - p.k_offset) >= RowKeys::kFar) {
+    return "with ALiBi it takes offsets below 2^30";
+  }
+  if (p.batch * p.heads_q * ceil_div(p.len_q, 64) >= INT32_MAX / 2) {
+    return "it takes up to 2^30 tiles of query rows of all heads";
   }
   if (p.packed()) return "it does not take packed sequences";
   if (p.mask) return "it does not take masks";
   if (p.dropout_threshold > 0 && !p.drops_all()) return "it does not take dropout";
   if (!has_map(p.q, p.batch, p.heads_q, p.len_q) || !has_map(p.k, p.batch, p.heads_kv, p.len_k) ||
       !has_map(p.v, p.batch, p.heads_kv, p.len_k)) {
-    return "its copies want unit columns, addresses and strides that are multiples of 16 bytes, "
-           "and "
-           "no broadcast dimension";
+    return "its copies want unit columns, addresses and strides that are multiples of 16 bytes, no "
+           "broadcast dimension";
   }
   // A block has all keys of its rows: few rows over many keys leave most of the device idle.
   const int64_t tiles = p.batch * p.heads_q * ceil_div(p.len_q, 128);
