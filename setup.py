@@ -259,6 +259,36 @@ def compile_all_cuda(temp, toolkit):
     return [obj for obj, _ in built]
 
 
+def precompile(compiler, module, temp):
+    """Compiles csrc/precompiled.h with the flags of the module's files, which then start from it.
+
+    g++ alone, which passes over one that does not fit its flags. It stays while the command does:
+    every file depends on it.
+    """
+    ask = [compiler.compiler_so[0], "--version"]
+    said = subprocess.run(ask, capture_output=True, text=True, check=False).stdout
+    if "Free Software Foundation" not in said:
+        return
+    folder = temp.resolve() / "precompiled"
+    header, log = folder / "precompiled.h", folder / "command"
+    macros = [f"-D{name}" + ("" if v is None else f"={v}") for name, v in module.define_macros]
+    command = [*compiler.compiler_so, *macros, *(f"-I{path}" for path in module.include_dirs)]
+    command += module.extra_compile_args["cxx"]
+    command += ["-DTORCH_API_INCLUDE_EXTENSION_H", "-DTORCH_EXTENSION_NAME=_C", "-std=c++20"]
+    command += ["-x", "c++-header", str(header), "-o", f"{header}.gch"]
+    # torch's headers switch this warning off where it does not apply, which g++ does not keep.
+    module.extra_compile_args["cxx"] += ["-Wno-sign-compare", "-include", str(header)]
+    text = (ROOT / "csrc/precompiled.h").read_text()
+    wanted = shlex.join(command) + "\n" + text
+    if log.exists() and log.read_text() == wanted:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    header.write_text(text.replace("#pragma once\n", ""))  # of which g++ warns in a main file
+    print("precompiling csrc/precompiled.h", flush=True)
+    if subprocess.run(command, check=False).returncode == 0:
+        log.write_text(wanted)
+
+
 def build_with(torch, toolkit, reason):
     """The extension and the command that builds it."""
     if toolkit:
@@ -280,7 +310,7 @@ def build_with(torch, toolkit, reason):
         CPP_SOURCES,
         include_dirs=[str(ROOT / "csrc")],
         define_macros=[(f"FLASHBPT_{name}", value) for name, value in macros.items()],
-        extra_compile_args={"cxx": CXX_FLAGS},
+        extra_compile_args={"cxx": [*CXX_FLAGS]},
         extra_link_args=(openmp or ["-fopenmp"]) + stdcpp,
         depends=[str(header) for header in Path("csrc").rglob("*.h")],
     )
@@ -294,8 +324,10 @@ def build_with(torch, toolkit, reason):
 
     class BuildExt(cpp_extension.BuildExtension):
         def build_extensions(self):
+            temp = Path(self.build_temp)
             if toolkit:
-                module.extra_objects = compile_all_cuda(Path(self.build_temp), toolkit)
+                module.extra_objects = compile_all_cuda(temp, toolkit)
+            precompile(self.compiler, module, temp)
             super().build_extensions()
 
         def run(self):

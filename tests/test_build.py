@@ -107,7 +107,7 @@ def test_library_holds_the_kernels_of_the_log(built_kernels):
 def test_kernel_list_names_what_is_built(built_kernels):
     kernels, module = built_kernels
     listed = module.kernels()
-    assert len({kernel["name"] for kernel in listed}) == len(listed)
+    assert len({(kernel["backend"], kernel["name"]) for kernel in listed}) == len(listed)
     assert 0 < len(listed) <= sum(map(len, kernels.values()))
     for kernel in listed:
         assert any(f"/{kernel['backend']}/" in source for source in kernels)
