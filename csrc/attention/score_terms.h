@@ -61,8 +61,12 @@ struct ScoreTerms {
 
   template <int kM, int kN>
   __device__ void add_alibi(float (&s)[kM][kN][4], int row, int col) const {
+    add_alibi(s, slope, static_cast<float>(row + shift - col));
+  }
+  // from_first: from the diagonal to this lane's first element.
+  template <int kM, int kN>
+  static __device__ void add_alibi(float (&s)[kM][kN][4], float slope, float from_first) {
     if (slope == 0.0f) return;
-    const float from_first = static_cast<float>(row + shift - col);
     for_each(s, [&](float& x, int r, int c) { x -= slope * distance(from_first, r, c); });
   }
 

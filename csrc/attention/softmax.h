@@ -60,10 +60,7 @@ struct OnlineSoftmax {
   template <int kN, int kO, typename Share>
   __device__ void update(float (&s)[kM][kN][4], float (&o)[kM][kO][4], Share share) {
     raise(s, o, share);
-    if (kMayBoth && subtract_first)
-      weigh(s, [&](float x, float base) { return (x - base) * unit; });
-    else
-      weigh(s, [&](float x, float base) { return fmaf(x, unit, -base * unit); });
+    weigh(s);
   }
 
   // s, of a row's first tile, becomes P.
@@ -73,7 +70,7 @@ struct OnlineSoftmax {
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) reference[m][half] = row_top(s[m], half);
-    weigh(s, [&](float x, float base) { return fmaf(x, unit, -base * unit); });
+    weigh(s);
   }
 
   // P of a tile by the references as they stand, packed as operand a of the next product; s stays.
@@ -132,6 +129,15 @@ struct OnlineSoftmax {
   }
 
  private:
+  // s becomes P.
+  template <int kN>
+  __device__ void weigh(float (&s)[kM][kN][4]) {
+    if (kMayBoth && subtract_first)
+      weigh(s, [&](float x, float base) { return (x - base) * unit; });
+    else
+      weigh(s, [&](float x, float base) { return fmaf(x, unit, -base * unit); });
+  }
+
   // s becomes exp2(f(s, base of its row)).
   template <int kN, typename F>
   __device__ void weigh(float (&s)[kM][kN][4], F f) {

@@ -40,9 +40,12 @@ struct Pipeline {
   __device__ uint32_t full(const Place& at) const { return smem_address(&smem.full[at.stage()]); }
   __device__ uint32_t empty(const Place& at) const { return smem_address(&smem.empty[at.stage()]); }
 
-  // The one that fills: waits until nobody reads the stage, and expects so many bytes in it.
-  __device__ void start_filling(const Place& at, int bytes) const {
+  // The one that fills: waits until nobody reads the stage, and may expect so many bytes in it.
+  __device__ void wait_empty(const Place& at) const {
     ptx::mbarrier_wait(empty(at), at.parity() ^ 1);
+  }
+  __device__ void start_filling(const Place& at, int bytes) const {
+    wait_empty(at);
     ptx::mbarrier_arrive_expecting(full(at), bytes);
   }
   // Those that read.

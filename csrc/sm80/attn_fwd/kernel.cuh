@@ -169,7 +169,7 @@ struct AttnFwdOf {
   // State of a tile under the boolean mask: bit 0 any, bit 1 all.
   __device__ int mask_state(int key_tile) const {
     constexpr int kRowParts = (kBlockQ + MaskTiles::kRows - 1) / MaskTiles::kRows;
-    return p.mask_tiles.state<kRowParts, kBlockK / MaskTiles::kCols>(
+    return p.mask_tiles.template state<kRowParts, kBlockK / MaskTiles::kCols>(
         place.seq.batch, place.head, place.q0 / MaskTiles::kRows,
         key_tile * (kBlockK / MaskTiles::kCols), p.len_q, p.len_k);
   }

@@ -24,13 +24,13 @@ void plan(RopeParams& p, const TensorView& x, const RopeConfig& config) {
   if (p.vectorised) p.lanes = std::bit_ceil(static_cast<unsigned>(p.dim / config.unit()));
   const int heads = p.vectorised ? config.heads(element_bytes(p.out.dtype)) : 1;
   p.share = 1.0f / static_cast<float>(p.dim);
-  p.row_places = Divisor((p.heads + heads - 1) / heads);
+  p.row_places = Divisor(ceil_div(p.heads, heads));
 }
 
 // Of a launch in which each thread has one place.
 int64_t most_blocks(int64_t places, int lanes, const RopeConfig& config) {
   const int64_t at_once = config.block_threads / lanes;
-  return std::min<int64_t>((places + at_once - 1) / at_once, INT32_MAX);
+  return std::min<int64_t>(ceil_div(places, at_once), INT32_MAX);
 }
 
 }  // namespace

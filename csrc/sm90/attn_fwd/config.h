@@ -1,8 +1,6 @@
 // The tiles of the Hopper forward kernel, one row a kernel.
 #pragma once
 
-#include <cstddef>
-
 #include "../../params.h"
 
 namespace flashbpt::sm90 {

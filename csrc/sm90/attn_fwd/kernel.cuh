@@ -111,7 +111,7 @@ struct AttnFwd {
   }
 
   __device__ Work& free_work() const {
-    ptx::mbarrier_wait(work_pipe.empty(work_at), work_at.parity() ^ 1);
+    work_pipe.wait_empty(work_at);
     return smem.works[work_at.stage()];
   }
   __device__ void hand_out() {
@@ -300,9 +300,7 @@ struct AttnFwd {
       ScoreTerms::for_each(s, [&](float& x, int, int) { x = p.cap * fast_tanh(x * p.cap_unit); });
     else
       ScoreTerms::for_each(s, [&](float& x, int, int) { x *= p.scale_fp32; });
-    if (slope == 0.0f) return;
-    ScoreTerms::for_each(
-        s, [&](float& x, int r, int c) { x -= slope * ScoreTerms::distance(from_first, r, c); });
+    ScoreTerms::add_alibi(s, slope, from_first);
   }
 
   // O / l and LSE, to memory.

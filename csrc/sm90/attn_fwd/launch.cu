@@ -98,7 +98,7 @@ void launch_attn_fwd(const AttentionParams& params, const DeviceLimits& device, 
   p.heads = Divisor(p.heads_q);
   p.group_heads = Divisor(p.group());
   p.keys = RowKeys::of(p);
-  p.diagonal_near = static_cast<int>(p.q_offset + p.diagonal - p.k_offset);
+  p.diagonal_near = static_cast<int>(sequence_of(p, 0).shift);
   p.score = score_unit(p);
   p.scale_fp32 = static_cast<float>(p.scale);
   p.cap = static_cast<float>(p.softcap);

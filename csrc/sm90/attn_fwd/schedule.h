@@ -19,7 +19,7 @@ struct RowKeys {
   int low, high, len_k;
 
   static RowKeys of(const AttentionParams& p) {
-    const int64_t shift = p.q_offset + p.diagonal - p.k_offset;
+    const int64_t shift = sequence_of(p, 0).shift;
     const auto near = [](int64_t x) {
       return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar));
     };
