@@ -104,28 +104,33 @@ NVCC_FLAGS += ["-Xptxas=-v", "-Xcompiler=-fPIC", "-Icsrc"]
 # rows the first is bf16, the second fp16 (of fp8 caches e4m3 and e5m2). The kernels' pages in docs
 # have the bytes.
 SPILLS = [
-    ("attn_bwd", (0, 13), "d64: on sm_80; a third block a multiprocessor buys 15 %"),
-    ("attn_bwd", (1, 14), "d128: words read once a step; a second block buys more"),
-    ("attn_bwd", (2, 15), "d256: steps of 128 rows buy 15 %"),
-    ("attn_bwd", (3, 16), "d64_mask: words read once a step; a third block buys more"),
-    ("attn_bwd", (4, 17), "d128_mask: words read once a step; a second block buys more"),
-    ("attn_bwd", (5, 18), "d64_dropout: a third block buys 7 %"),
-    ("attn_bwd", (6, 19), "d128_dropout: a second block buys more"),
-    ("attn_bwd", (7, 20), "d64_bias: words read once a step; a third block buys more"),
-    ("attn_bwd", (8, 21), "d128_bias: words read once a step; a second block buys more"),
-    ("attn_bwd", (10, 23), "d128_terms: state of the terms, read once a step"),
-    ("attn_bwd", (26, 29), "fp32 d64, d128_small: words read once a step"),
-    ("attn_fwd", (1, 11), "d128: a word read once a tile"),
-    ("attn_fwd", (4, 14), "d128_dropout: state of the draws, read once a tile"),
-    ("attn_fwd", (6, 16), "d128_terms: where dropout is drawn, not in the products"),
-    ("attn_fwd", (20,), "fp32 d64: a third block a multiprocessor buys 30 % in TF32"),
-    ("attn_fwd", (21,), "fp32 d128: a word read once a tile"),
-    ("paged_decode", (21,), "fp32 d128: words read once a step"),
-    ("paged_decode", (22,), "fp32 d256: O and its rests of 3xTF32 alone take 256 registers"),
-    ("paged_prefill", (4, 10), "d128_terms: a word read once a tile"),
+    ("sm80/attn_bwd", (0, 13), "d64: on sm_80; a third block a multiprocessor buys 15 %"),
+    ("sm80/attn_bwd", (1, 14), "d128: words read once a step; a second block buys more"),
+    ("sm80/attn_bwd", (2, 15), "d256: steps of 128 rows buy 15 %"),
+    ("sm80/attn_bwd", (3, 16), "d64_mask: words read once a step; a third block buys more"),
+    ("sm80/attn_bwd", (4, 17), "d128_mask: words read once a step; a second block buys more"),
+    ("sm80/attn_bwd", (5, 18), "d64_dropout: a third block buys 7 %"),
+    ("sm80/attn_bwd", (6, 19), "d128_dropout: a second block buys more"),
+    ("sm80/attn_bwd", (7, 20), "d64_bias: words read once a step; a third block buys more"),
+    ("sm80/attn_bwd", (8, 21), "d128_bias: words read once a step; a second block buys more"),
+    ("sm80/attn_bwd", (10, 23), "d128_terms: state of the terms, read once a step"),
+    ("sm80/attn_bwd", (26, 29), "fp32 d64, d128_small: words read once a step"),
+    ("sm80/attn_fwd", (1, 11), "d128: a word read once a tile"),
+    ("sm80/attn_fwd", (4, 14), "d128_dropout: state of the draws, read once a tile"),
+    ("sm80/attn_fwd", (6, 16), "d128_terms: where dropout is drawn, not in the products"),
+    ("sm80/attn_fwd", (20,), "fp32 d64: a third block a multiprocessor buys 30 % in TF32"),
+    ("sm80/attn_fwd", (21,), "fp32 d128: a word read once a tile"),
+    ("sm80/paged_decode", (21,), "fp32 d128: words read once a step"),
+    ("sm80/paged_decode", (22,), "fp32 d256: O and its rests of 3xTF32 alone take 256 registers"),
+    ("sm80/paged_prefill", (4, 10), "d128_terms: a word read once a tile"),
+    ("sm90/attn_fwd", (9, 19), "d256_terms: O, S and P alone take 192; words read once a step"),
 ]
 # Part of the mangled name -> the reason.
-ALLOWED = {f"{name}_kernelILm{row}E": why for name, rows, why in SPILLS for row in rows}
+ALLOWED = {
+    f"4{folder}{len(name + '_kernel')}{name}_kernelILm{row}E": why
+    for folder, name, rows, why in ((*path.split("/"), rows, why) for path, rows, why in SPILLS)
+    for row in rows
+}
 
 
 def fail(sentence):

@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "attention/mask_tiles.h"
 #include "attention_call.h"
 
 namespace flashbpt {
@@ -12,7 +13,7 @@ struct ForwardTensors {
   at::Tensor out;         // [B, H, L, Dv] or [T, H, Dv]; packed: zero
   at::Tensor lse;         // [B, H, L] or [T, H]; packed: -inf
   at::Tensor lse_lo;      // as lse; empty without an additive mask
-  at::Tensor mask_tiles;  // see MaskTiles in sm80/attn_params.h; empty where no kernel reads it
+  at::Tensor mask_tiles;  // see attention/mask_tiles.h; empty where no kernel reads it
 };
 
 struct BackwardTensors {
@@ -73,5 +74,8 @@ void forward_sm80(const AttentionCall& call, ForwardTensors& t);
 void backward_sm80(const AttentionCall& call, BackwardTensors& t);
 // Pieces of a boolean mask that are empty or full; every CUDA backend saves them.
 at::Tensor mask_tiles(const at::Tensor& mask);
+#ifdef FLASHBPT_WITH_CUDA
+MaskTiles mask_tiles_view(const at::Tensor& tiles);  // of none: no data
+#endif
 
 }  // namespace flashbpt

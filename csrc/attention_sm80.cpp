@@ -39,7 +39,7 @@ at::Tensor with_unit_columns(const at::Tensor& t) {
 }
 
 std::array<int64_t, 4> tile_sizes(const at::Tensor& mask) {
-  using Tiles = sm80::MaskTiles;
+  using Tiles = MaskTiles;
   return {mask.size(0), mask.size(1), (mask.size(2) + Tiles::kRows - 1) / Tiles::kRows,
           (mask.size(3) + Tiles::kCols - 1) / Tiles::kCols};
 }
@@ -70,9 +70,7 @@ struct Inputs {
     p.k = call.view(k);
     p.v = call.view(v);
     p.tf32 = q.scalar_type() == at::kFloat && tf32_allowed();
-    if (!tiles.defined()) return;
-    const auto stride = [&](int64_t d) { return tiles.size(d) == 1 ? 0 : tiles.stride(d); };
-    p.mask_tiles = {tiles.const_data_ptr<uint8_t>(), stride(0), stride(1), stride(2), stride(3)};
+    p.mask_tiles = mask_tiles_view(tiles);
   }
 };
 
@@ -103,6 +101,12 @@ at::Tensor mask_tiles(const at::Tensor& mask) {
                           tiles.data_ptr<uint8_t>(), c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return tiles;
+}
+
+MaskTiles mask_tiles_view(const at::Tensor& tiles) {
+  if (!tiles.defined() || tiles.numel() == 0) return {};
+  const auto stride = [&](int64_t d) { return tiles.size(d) == 1 ? 0 : tiles.stride(d); };
+  return {tiles.const_data_ptr<uint8_t>(), stride(0), stride(1), stride(2), stride(3)};
 }
 
 void forward_sm80(const AttentionCall& call, ForwardTensors& t) {

@@ -30,7 +30,8 @@ std::string kernel_sm90(const AttentionCall& call) {
 void forward_sm90(const AttentionCall& call, ForwardTensors& t) {
   if (call.has_empty_dimension()) return forward_aten(call, t);
   const c10::cuda::CUDAStream stream = c10::cuda::getCurrentCUDAStream();
-  sm90::launch_attn_fwd(call.params, device_limits(call.q), stream_words(stream).counters, stream);
+  sm90::launch_attn_fwd(call.params, mask_tiles_view(t.mask_tiles), device_limits(call.q),
+                        stream_words(stream).counters, stream);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   if (call.params.drops_all()) t.out.zero_();
 }

@@ -84,9 +84,9 @@ py::dict config_dict(const sm80::AppendKvConfig& c) {
 }
 
 py::dict config_dict(const sm90::AttnFwdConfig& c) {
-  return py::dict("element_bytes"_a = 2, "head_dim"_a = c.head_dim, "block_q"_a = c.block_q(),
-                  "block_k"_a = c.block_k, "warpgroups"_a = c.warpgroups, "stages"_a = c.stages,
-                  "smem_bytes"_a = c.smem_bytes());
+  return py::dict("element_bytes"_a = 2, "head_dim"_a = c.head_dim, "dim_v"_a = c.dim_v,
+                  "block_q"_a = c.block_q(), "block_k"_a = c.block_k, "warpgroups"_a = c.warpgroups,
+                  "stages"_a = c.stages, "smem_bytes"_a = c.smem_bytes());
 }
 #endif
 

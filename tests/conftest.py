@@ -159,3 +159,12 @@ def bench():
         for name, module in list(sys.modules.items()):
             if str(getattr(module, "__file__", None) or "").startswith(str(benchmarks)):
                 del sys.modules[name]
+
+
+@pytest.fixture(params=["sm80", "auto"])
+def sm80_and_faster(request):
+    """Calls of the test go to sm80, then to what serves them by default."""
+    import flashbpt
+
+    with flashbpt.use_backend(request.param):
+        yield

@@ -11,7 +11,7 @@ from op_calls import backward, forward, keep_mask, with_dropout
 
 import flashbpt
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm80_and_faster")]
 
 KERNELS = [("bf16", 64), ("fp16", 128), ("bf16", 256), ("fp32", 64), ("fp32", 256), ("bf16", 512)]
 STATES = [(0, 0), (-1, 0xFFFFFFFF), (0x123456789ABCDEF, 77 + (5 << 32)), (-(2**62), 2**31)]

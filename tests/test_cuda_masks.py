@@ -14,7 +14,7 @@ from test_cuda_attention import FULL
 
 import flashbpt
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("sm80_and_faster")]
 
 INF, NAN = float("inf"), float("nan")
 ROWS, COLS = 64, 16  # of a piece of mask_tiles

@@ -13,6 +13,7 @@ from compare import as_truth, evaluate, with_cotangents
 from op_calls import backward, backward_accumulate, forward
 
 import flashbpt
+from flashbpt.backend import BACKENDS
 from flashbpt.blockwise import _numbers
 
 pytestmark = pytest.mark.gpu
@@ -32,12 +33,14 @@ def test_merge_states(cuda, dtype, dim, states):
         torch.testing.assert_close(on_gpu.cpu(), on_cpu)
 
 
-def run(inputs, fn=flashbpt.attention, truth=reference.attention, tolerance=0.05):
+def run(inputs, fn=flashbpt.attention, truth=reference.attention, backend="sm80"):
     """Forward and backward, roughly right: other tests hold them to the roundings."""
+    tolerance = 0.05
     exact = evaluate(truth, replace(inputs, grads=()), convert=as_truth)
     inputs = with_cotangents(inputs, exact)
     exact = evaluate(truth, inputs, convert=as_truth)
-    got = evaluate(fn, inputs)
+    with flashbpt.use_backend(backend):
+        got = evaluate(fn, inputs)
     for name, right in exact.items():
         if name != "graph":
             scale = max(1.0, float(right.nan_to_num(0, 0, 0).abs().max()))
@@ -123,6 +126,7 @@ def test_dropout_in_order(cuda, dtype, dim):
     assert torch.ops.flashbpt.dropout_mask(state, 0.5, [1, 2, 70, 40], [0] * 5).any()
     x = make(Case(lq=70, lk=150, batch=1, dtype=dtype, dim=dim), cuda, grads=False).leaves
     call = {"q": x["query"], "k": x["key"], "v": x["value"], "rng_state": state, "dropout_p": 0.5}
+    call["backend"] = BACKENDS["sm80"]
     saved = forward(**call)
     grad = torch.randn_like(saved[0])
     got = backward(grad, None, *saved, deterministic=True, **call)
@@ -130,6 +134,38 @@ def test_dropout_in_order(cuda, dtype, dim):
     backward_accumulate(grad, None, *saved, *sums, deterministic=True, **call)
     for a, b in zip(got[1:3], sums, strict=True):
         torch.testing.assert_close(a.float(), b, rtol=0.02, atol=0.02)
+
+
+HOPPER = [(dtype, dim) for dtype in ("bf16", "fp16") for dim in (64, 96, 128, 192, 256)]
+
+
+@pytest.mark.parametrize("dtype, dim", HOPPER)
+def test_hopper(cuda, dtype, dim):
+    """Its tiles, more of them than multiprocessors, then every term of the scores."""
+    case = replace(PLAIN, dtype=dtype, dim=dim, dim_v=min(dim, 128) if dim == 192 else dim)
+    run(make(replace(case, lq=200, lk=333), cuda), backend="sm90")
+    run(make(replace(case, heads=140, kv_heads=2, causal=False), cuda), backend="sm90")
+    terms = replace(case, causal=False, sinks=True, lq=66, lk=140)
+    run(make(replace(terms, mask="bool:bhqk", window=(60, 20)), cuda), backend="sm90")
+    run(make(replace(terms, mask="own:11qk", softcap=5.0, alibi="h"), cuda), backend="sm90")
+
+
+@pytest.mark.parametrize("dtype, dim", HOPPER)
+def test_hopper_packed(cuda, dtype, dim):
+    case = VarlenCase((33, 0, 266), causal=True, kv_heads=1, extra=5, lse=True, dtype=dtype)
+    case = replace(case, dim=dim, dim_v=min(dim, 128) if dim == 192 else dim)
+    for more in ({}, {"alibi": "bh", "window": (90, 9)}):
+        inputs = make_varlen(replace(case, **more), cuda)
+        run(inputs, flashbpt.varlen_attention, reference.varlen_attention, backend="sm90")
+
+
+@pytest.mark.parametrize("dtype, dim", HOPPER)
+def test_hopper_dropout(cuda, dtype, dim):
+    x = make(replace(PLAIN, lq=200, lk=333, dtype=dtype, dim=dim), cuda, grads=False).leaves
+    state = torch.ops.flashbpt.draw_rng_state(torch.zeros(1, device=cuda), 4)
+    call = {"q": x["query"], "k": x["key"], "v": x["value"], "rng_state": state, "dropout_p": 0.5}
+    call["backend"] = BACKENDS["sm90"]
+    assert forward(**call)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

@@ -33,21 +33,31 @@ template <int kM, int kN>
 class KeptBits {
  public:
   static constexpr int kPieces = kM * kN / 2;  // of 16 x 16; those of the same columns in a row
+  static constexpr int kWords = (kPieces + 3) / 4;
 
   // Pieces in ascending order: the first of four clears their word.
   __device__ void set(int piece, uint32_t bits) {
     if (piece % 4 == 0) bits_[piece / 4] = 0;
     bits_[piece / 4] |= bits << (piece % 4 * 8);
   }
+  // Four pieces at once.
+  __device__ void set_word(int word, uint32_t bits) { bits_[word] = bits; }
   __device__ bool operator()(int m, int n, int i) const {
     const int piece = n / 2 * kM + m;
     return bits_[piece / 4] >> (piece % 4 * 8 + bit(n % 2, i)) & 1;
+  }
+  // Elements {0, 1} + 2 row_half of the columns n as two halves of a word: ones where kept.
+  __device__ uint32_t halves(int n, int row_half) const {
+    static_assert(kM == 1);
+    const uint32_t bits = bits_[n / 2 / 4] >> (n / 2 % 4 * 8);
+    return (bits >> bit(n % 2, 2 * row_half) & 1) * 0xffffu |
+           (bits >> bit(n % 2, 2 * row_half + 1) & 1) * 0xffff0000u;
   }
   // Of a piece's eight: element i of the half of its columns.
   static constexpr int bit(int half, int i) { return i % 2 * 4 + i / 2 * 2 + half; }
 
  private:
-  uint32_t bits_[(kPieces + 3) / 4];
+  uint32_t bits_[kWords];
 };
 
 // The draws of such a fragment.
@@ -76,6 +86,17 @@ class DropoutTile {
       for (int i = 0; i < 4; ++i) bits |= uint32_t{words.word[i] > highest_dropped_} << (4 * c + i);
     }
     return bits;
+  }
+  // All of it, in little code.
+  __device__ void draw_all(Kept& kept) const {
+#pragma unroll
+    for (int word = 0; word < Kept::kWords; ++word) {
+      uint32_t bits = 0;
+#pragma unroll 1
+      for (int i = 0; i < min(Kept::kPieces - 4 * word, 4); ++i)
+        bits |= draw(4 * word + i) << (8 * i);
+      kept.set_word(word, bits);
+    }
   }
   // The share of one of `steps` steps.
   __device__ void draw_share(Kept& kept, int step, int steps) const {

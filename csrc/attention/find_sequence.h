@@ -39,16 +39,44 @@ __device__ int64_t find_sequence(int64_t batch, Begin begin, int64_t tile, int s
   return first;
 }
 
+// The same by one thread, from a sequence that is likely near.
+template <typename Begin>
+__device__ int64_t find_sequence_near(int64_t batch, Begin begin, int64_t tile, int size,
+                                      int64_t near) {
+  const auto reached = [&](int64_t b) { return begin(b) < (tile - b + 1) * size; };
+  // Steps that double, to both sides of where it changes; then halves.
+  int64_t low = near, high = near + 1, step = 1;
+  for (; low > 0 && !reached(low); step *= 2) high = low, low = max(low - step, int64_t{0});
+  for (; high < batch && reached(high); step *= 2) low = high, high = min(high + step, batch);
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (reached(middle) ? low : high) = middle;
+  }
+  return low;
+}
+
+// First row of sequence b in a block of rows (q_offset). Sequences that end before the block begins
+// start with it, and hold none of it.
+__device__ inline int64_t block_begin(const AttentionParams& p, int64_t b) {
+  return max(cu_seqlen(p.cu_seqlens_q, p.cu_seqlens_int64, b) - p.q_offset, int64_t{0});
+}
+__device__ inline SequenceTile query_tile_of(const Sequence& seq, int64_t tile, int size) {
+  const int64_t local = tile - (seq.q_begin / size + seq.batch);
+  return {seq, local, local < 0 || local * size >= seq.len_q};
+}
+
 // The tile of query rows, of those that a block of rows (q_offset) holds. Packed calls; the whole
 // warp calls it, threads along x.
 __device__ inline SequenceTile find_query_tile(const AttentionParams& p, int64_t tile, int size) {
-  // Sequences that end before the block of rows begins start with it, and hold none of it.
-  const auto begin = [&](int64_t b) {
-    return max(cu_seqlen(p.cu_seqlens_q, p.cu_seqlens_int64, b) - p.q_offset, int64_t{0});
-  };
-  const Sequence seq = sequence_of(p, find_sequence(p.batch, begin, tile, size));
-  const int64_t local = tile - (seq.q_begin / size + seq.batch);
-  return {seq, local, local < 0 || local * size >= seq.len_q};
+  const auto begin = [&](int64_t b) { return block_begin(p, b); };
+  return query_tile_of(sequence_of(p, find_sequence(p.batch, begin, tile, size)), tile, size);
+}
+// The same by one thread, from a sequence that is likely near.
+__device__ inline SequenceTile find_query_tile_near(const AttentionParams& p, int64_t tile,
+                                                    int size, int64_t near) {
+  const auto begin = [&](int64_t b) { return block_begin(p, b); };
+  return query_tile_of(sequence_of(p, find_sequence_near(p.batch, begin, tile, size, near)), tile,
+                       size);
 }
 
 // The tile of keys, likewise.

@@ -83,17 +83,23 @@ struct OnlineSoftmax {
     // P in fp16 ends at 65504; P V has to stay in range too.
     constexpr float kLimit = std::is_same_v<T, __half> ? 0x1p15f : 0x1p30f;
     float row_sums[2][2] = {};
+    const auto weigh = [&](auto f) {
 #pragma unroll
-    for (int n = 0; n < kN; ++n)
+      for (int n = 0; n < kN; ++n)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float base = -reference[0][half] * unit;  // +inf without keys so far
-        const float x = ptx::exp2(fmaf(s[0][n][2 * half], unit, base));
-        const float y = ptx::exp2(fmaf(s[0][n][2 * half + 1], unit, base));
-        p[n / 2][n % 2 * 2 + half] = tile::Element<T>::pack(x, y);
-        row_sums[half][0] += x;
-        row_sums[half][1] += y;
-      }
+        for (int half = 0; half < 2; ++half) {
+          const float x = ptx::exp2(f(s[0][n][2 * half], half));
+          const float y = ptx::exp2(f(s[0][n][2 * half + 1], half));
+          p[n / 2][n % 2 * 2 + half] = tile::Element<T>::pack(x, y);
+          row_sums[half][0] += x;
+          row_sums[half][1] += y;
+        }
+    };
+    // A reference of -inf gives +inf or NaN.
+    if (kMayBoth && subtract_first)
+      weigh([&](float x, int half) { return (x - reference[0][half]) * unit; });
+    else
+      weigh([&](float x, int half) { return fmaf(x, unit, -reference[0][half] * unit); });
     const float low = row_sums[0][0] + row_sums[0][1], high = row_sums[1][0] + row_sums[1][1];
     if (!__all_sync(0xffffffffu, low <= kLimit && high <= kLimit)) return false;
     sum[0][0] += low;
@@ -113,6 +119,8 @@ struct OnlineSoftmax {
   // the sum as one more key without a value. kept: the factor of what dropout keeps.
   struct End {
     float top, sum, factor;
+
+    __device__ float log_sum() const { return kLn2 * ptx::log2(sum); }
   };
   __device__ End end(int m, int half, const float* sink, float kept) const {
     End end{reference[m][half] * (unit * kLn2), sum[m][half], 1.0f};
@@ -124,7 +132,7 @@ struct OnlineSoftmax {
       }
       end.top = both;
     }
-    end.factor = end.sum == 0.0f ? 0.0f : end.factor * kept / end.sum;
+    end.factor = end.sum == 0.0f ? 0.0f : end.factor * kept * ptx::reciprocal(end.sum);
     return end;
   }
 
@@ -146,25 +154,27 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float subtract = base(m, half);
-        float row_sum = 0.0f;
+        float row_sums[2] = {};
 #pragma unroll
         for (int n = 0; n < kN; ++n)
 #pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            float& x = s[m][n][i];
+          for (int i = 0; i < 2; ++i) {
+            float& x = s[m][n][2 * half + i];
             x = ptx::exp2(f(x, subtract));
-            row_sum += x;
+            row_sums[i] += x;
           }
-        sum[m][half] += row_sum;
+        sum[m][half] += row_sums[0] + row_sums[1];
       }
   }
 
   template <int kN>
   static __device__ float row_top(const float (&s)[kN][4], int half) {
-    float top = -INFINITY;
+    float tops[2] = {-INFINITY, -INFINITY};  // two chains, since each waits for its last result
 #pragma unroll
-    for (int n = 0; n < kN; ++n) top = fmaxf(top, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
-    return quad_max(top);
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) tops[i] = fmaxf(tops[i], s[n][2 * half + i]);
+    return quad_max(fmaxf(tops[0], tops[1]));
   }
 
   // fmaxf passes over NaN: it stays out of the reference, and comes in through P.

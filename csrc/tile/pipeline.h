@@ -13,6 +13,11 @@ class RingPlace {
   __device__ int stage() const { return kStages == 1 ? 0 : bits_ & 0xff; }
   __device__ uint32_t parity() const { return bits_ >> 8; }
   __device__ void advance() { bits_ = stage() + 1 < kStages ? bits_ + 1 : (parity() ^ 1) << 8; }
+  __device__ RingPlace next() const {
+    RingPlace place = *this;
+    place.advance();
+    return place;
+  }
 
  private:
   uint32_t bits_ = 0;

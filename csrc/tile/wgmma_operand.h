@@ -39,9 +39,11 @@ struct SmemOperand {
       : low((address + row * Tile::kRowBytes) >> 4 |
             static_cast<uint32_t>(kInner ? 16 : Tile::kChunkBytes) >> 4 << 16) {}
 
+  // The tile in stage `stage` of a ring.
+  template <int kStageBytes = Tile::kBytes>
   __device__ SmemOperand stage(int stage) const {
     SmemOperand moved = *this;
-    moved.low += stage * (Tile::kBytes >> 4);
+    moved.low += stage * (kStageBytes >> 4);
     return moved;
   }
   // Of 16 elements of the inner dimension.

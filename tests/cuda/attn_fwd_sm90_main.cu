@@ -97,7 +97,7 @@ struct Call {
   }
 
   void launch() {
-    flashbpt::sm90::launch_attn_fwd(p, limits, counters.data, nullptr);
+    flashbpt::sm90::launch_attn_fwd(p, {}, limits, counters.data, nullptr);
     check_cuda(cudaGetLastError(), "attn_fwd");
   }
 

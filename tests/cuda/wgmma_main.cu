@@ -1,5 +1,5 @@
 // Checks the Hopper layers, ptx/{mbarrier,tma,wgmma}.h and tile/{tensor_map,pipeline,wgmma_operand,
-// store_quads}.h, by a plain matrix product C = A B on them: both operands with the inner dimension
+// store_pairs}.h, by a plain matrix product C = A B on them: both operands with the inner dimension
 // along columns and along rows, bf16 and fp16, every N, odd sizes; then its rate at 8192 cubed.
 // Exit status 0: every check held, or the device is no Hopper GPU.
 //
@@ -10,7 +10,7 @@
 #include "../../csrc/ptx/setmaxnreg.h"
 #include "../../csrc/ptx/tma.h"
 #include "../../csrc/tile/pipeline.h"
-#include "../../csrc/tile/store_quads.h"
+#include "../../csrc/tile/store_pairs.h"
 #include "../../csrc/tile/tensor_map.h"
 #include "../../csrc/tile/wgmma_operand.h"
 #include "harness.h"
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(384, 1) gemm_kernel(const __grid_constant__ Ge
     ptx::pin(c);
     pipeline.release(last);
     const int row = m + (warpgroup - 1) * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    tile::store_quads(c, static_cast<T*>(p.c) + int64_t{row} * p.n + n, p.n, p.m - row, p.n - n);
+    tile::store_pairs(c, static_cast<T*>(p.c) + int64_t{row} * p.n + n, p.n, p.m - row, p.n - n);
   }
 }
 

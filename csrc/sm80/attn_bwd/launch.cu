@@ -72,9 +72,9 @@ void launch_attn_bwd(const AttnBwdParams& params, const DeviceLimits& device, cu
   p.score = score_unit(p);
   const int64_t q_bytes = p.len_q * (p.dim + p.dim_v) * element_bytes(p.q.dtype) * p.group();
   // The first keys of a causal call are seen by the most rows.
-  p.order = TileOrder::make(key_tiles(p, c), all_kv_heads(p), 1, q_bytes, device.l2_bytes,
+  p.order = TileOrder::make(key_tiles(p, c), all_kv_heads(p), 1, q_bytes, device.l2_bytes / 2,
                             /*last_first=*/false, 0);
-  if (p.order.tiles == 0 || p.order.heads == 0) return;
+  if (p.order.count() == 0) return;
   dispatch_element(p.q.dtype, [&](auto tag) {
     launch_attn_bwd_typed<typename decltype(tag)::Type>(row, p, stream);
   });

@@ -88,8 +88,8 @@ void launch_attn_fwd(const AttnFwdParams& params, const DeviceLimits& device, cu
   p.score = score_unit(p);
   const int64_t kv_bytes = p.len_k * (p.dim + p.dim_v) * element_bytes(p.q.dtype);
   p.order = TileOrder::make(query_tiles(p, c.block_q), all_heads(p), p.group(), kv_bytes,
-                            device.l2_bytes, p.band.right != Band::kNoLimit, 0);
-  if (p.order.tiles == 0 || p.order.heads == 0) return;
+                            device.l2_bytes / 2, p.band.right != Band::kNoLimit, 0);
+  if (p.order.count() == 0) return;
   dispatch_element(p.q.dtype, [&](auto tag) {
     launch_attn_fwd_typed<typename decltype(tag)::Type>(row, p, stream);
   });

@@ -96,7 +96,7 @@ void launch_paged_prefill(const PagedParams& paged, const KeySplits& splits,
   p.slices_v = Divisor(1);
   p.score = score_unit(p);
   const int64_t tiles = ceil_div(p.len_q, c.block_q) + p.batch;
-  p.order = TileOrder::make(tiles, p.heads_q, p.group(), 0, device.l2_bytes,
+  p.order = TileOrder::make(tiles, p.heads_q, p.group(), 0, device.l2_bytes / 2,
                             p.band.right != Band::kNoLimit, 0);
   (paged.q.dtype == DataType::kBFloat16 ? launch_paged_prefill_bf16 : launch_paged_prefill_fp16)(
       row, static_cast<unsigned>(tiles * p.heads_q * splits.count), p, stream);

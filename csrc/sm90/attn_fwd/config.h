@@ -6,23 +6,26 @@
 namespace flashbpt::sm90 {
 
 struct AttnFwdConfig {
-  int head_dim;    // of the tiles; narrower heads are filled with zeros
+  int head_dim;    // of the tiles of Q and K; narrower heads are filled with zeros
+  int dim_v;       // of those of V and O
   int block_k;     // keys of a tile
   int warpgroups;  // that compute, 64 query rows each; one more copies
   int q_stages;    // tiles of Q; 2: that of the next work comes early
-  int stages;      // tiles of K, and of V
+  int stages;      // tiles of K and V together
   int copy_regs;   // registers a thread of the warpgroup that copies
   int math_regs;   // and of those that compute
 
+  static constexpr int row_bytes(int dim) { return (dim + 63) / 64 * 128; }
   constexpr int block_q() const { return 64 * warpgroups; }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
-  constexpr int row_bytes() const { return (head_dim + 63) / 64 * 128; }
-  constexpr int q_bytes() const { return block_q() * row_bytes(); }
-  constexpr int kv_bytes() const { return block_k * row_bytes(); }
+  constexpr int q_bytes() const { return block_q() * row_bytes(head_dim); }
+  constexpr int stage_bytes() const {
+    return block_k * row_bytes(head_dim > dim_v ? head_dim : dim_v);
+  }
   // 1024: barriers and what is being worked on, and tiles begin at multiples of that.
-  constexpr int smem_bytes() const { return q_stages * q_bytes() + 2 * stages * kv_bytes() + 1024; }
+  constexpr int smem_bytes() const { return q_stages * q_bytes() + stages * stage_bytes() + 1024; }
   // Registers a thread of O, S and P twice.
-  constexpr int acc_regs() const { return head_dim / 2 + block_k; }
+  constexpr int acc_regs() const { return dim_v / 2 + block_k; }
 };
 
 // terms: what changes scores before the softmax, beside a positive scale, causal, windows and
@@ -36,25 +39,42 @@ struct AttnFwdKernel {
 
 // P of one tile is read by the tensor cores while that of the next is made, so a row's registers
 // are O, S and two P in 16 bits. D 64 would leave half of them idle in two warpgroups: three share
-// the keys, and their exponentials hide behind the others' products.
-//                                       dim keys groups q stages copy math
-inline constexpr AttnFwdConfig kFwd64 = {64, 96, 3, 2, 3, 32, 160};     // registers bind
-inline constexpr AttnFwdConfig kFwd128 = {128, 128, 2, 1, 2, 40, 232};  // shared memory binds
-inline constexpr AttnFwdConfig kFwd256 = {256, 64, 2, 1, 2, 24, 240};   // and registers
+// the keys, and their exponentials hide behind the others' products. Two tiles of Q are worth more
+// than a sixth of K and V. With terms: fewer stages, so that L1 has room for a mask.
+//                                             q, k    v keys groups q stages copy math
+inline constexpr AttnFwdConfig kFwd64 =       {64, 64, 96, 3, 2, 8, 32, 160};     // registers
+inline constexpr AttnFwdConfig kFwd64Terms =  {64, 64, 64, 3, 2, 8, 56, 152};     // registers
+inline constexpr AttnFwdConfig kFwd96 =       {96, 96, 128, 2, 2, 5, 40, 232};    // shared memory
+inline constexpr AttnFwdConfig kFwd96Terms =  {96, 96, 128, 2, 1, 4, 56, 224};    // registers
+inline constexpr AttnFwdConfig kFwd128 =      {128, 128, 128, 2, 2, 5, 40, 232};  // shared memory
+inline constexpr AttnFwdConfig kFwd128Terms = {128, 128, 128, 2, 1, 4, 56, 224};  // registers
+inline constexpr AttnFwdConfig kFwd192 =      {192, 128, 96, 2, 1, 4, 40, 232};   // shared memory
+inline constexpr AttnFwdConfig kFwd192Terms = {192, 128, 96, 2, 1, 4, 56, 224};   // the same
+inline constexpr AttnFwdConfig kFwd256 =      {256, 256, 64, 2, 1, 5, 40, 232};   // both
+inline constexpr AttnFwdConfig kFwd256Terms = {256, 256, 64, 2, 1, 4, 56, 224};   // both
 
+// Of one type and terms the cheapest first: the first one that holds a head serves it.
 inline constexpr AttnFwdKernel kAttnFwdKernels[] = {
     {"attn_fwd_bf16_d64", DataType::kBFloat16, false, kFwd64},
+    {"attn_fwd_bf16_d96", DataType::kBFloat16, false, kFwd96},
     {"attn_fwd_bf16_d128", DataType::kBFloat16, false, kFwd128},
+    {"attn_fwd_bf16_d192", DataType::kBFloat16, false, kFwd192},
     {"attn_fwd_bf16_d256", DataType::kBFloat16, false, kFwd256},
-    {"attn_fwd_bf16_d64_terms", DataType::kBFloat16, true, kFwd64},
-    {"attn_fwd_bf16_d128_terms", DataType::kBFloat16, true, kFwd128},
-    {"attn_fwd_bf16_d256_terms", DataType::kBFloat16, true, kFwd256},
+    {"attn_fwd_bf16_d64_terms", DataType::kBFloat16, true, kFwd64Terms},
+    {"attn_fwd_bf16_d96_terms", DataType::kBFloat16, true, kFwd96Terms},
+    {"attn_fwd_bf16_d128_terms", DataType::kBFloat16, true, kFwd128Terms},
+    {"attn_fwd_bf16_d192_terms", DataType::kBFloat16, true, kFwd192Terms},
+    {"attn_fwd_bf16_d256_terms", DataType::kBFloat16, true, kFwd256Terms},
     {"attn_fwd_fp16_d64", DataType::kFloat16, false, kFwd64},
+    {"attn_fwd_fp16_d96", DataType::kFloat16, false, kFwd96},
     {"attn_fwd_fp16_d128", DataType::kFloat16, false, kFwd128},
+    {"attn_fwd_fp16_d192", DataType::kFloat16, false, kFwd192},
     {"attn_fwd_fp16_d256", DataType::kFloat16, false, kFwd256},
-    {"attn_fwd_fp16_d64_terms", DataType::kFloat16, true, kFwd64},
-    {"attn_fwd_fp16_d128_terms", DataType::kFloat16, true, kFwd128},
-    {"attn_fwd_fp16_d256_terms", DataType::kFloat16, true, kFwd256},
+    {"attn_fwd_fp16_d64_terms", DataType::kFloat16, true, kFwd64Terms},
+    {"attn_fwd_fp16_d96_terms", DataType::kFloat16, true, kFwd96Terms},
+    {"attn_fwd_fp16_d128_terms", DataType::kFloat16, true, kFwd128Terms},
+    {"attn_fwd_fp16_d192_terms", DataType::kFloat16, true, kFwd192Terms},
+    {"attn_fwd_fp16_d256_terms", DataType::kFloat16, true, kFwd256Terms},
 };
 
 constexpr bool attn_fwd_configs_fit() {
@@ -64,8 +84,8 @@ constexpr bool attn_fwd_configs_fit() {
     // The pool is what the launch takes: a multiple of 8 a thread.
     const int launched = 65536 / c.threads() / 8 * 8;
     if (c.copy_regs + c.warpgroups * c.math_regs > (c.warpgroups + 1) * launched) return false;
-    if (c.acc_regs() + 30 > c.math_regs) return false;
-    if (c.head_dim % 32 != 0 || c.block_k % 16 != 0) return false;
+    if (c.acc_regs() + 24 > c.math_regs) return false;
+    if (c.head_dim % 32 != 0 || c.dim_v % 32 != 0 || c.block_k % 16 != 0) return false;
   }
   return true;
 }

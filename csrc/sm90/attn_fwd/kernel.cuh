@@ -1,10 +1,10 @@
 // S = scale * Q K^T   P = exp2(S - reference)   l = sum P   O = P V / l   LSE = reference + log l
 //
 // Who does what: a block stays on its multiprocessor and takes one tile of query rows of one head
-// after the other, the longest first, from a counter. One thread of warpgroup 0 copies Q, K and V
-// by TMA; the others (math warpgroups) own 64 rows each. They walk over the keys from the first
-// tile on, so that blocks which start together share what the cache holds; S, P and O stay in
-// registers.
+// after the other, the longest first, from a counter. One warp of warpgroup 0 finds them and copies
+// Q, K and V by TMA; the others (math warpgroups) own 64 rows each. They walk over the keys from
+// the first tile on, so that blocks which start together share what the cache holds; S, P and O
+// stay in registers.
 //
 // A step of a math warpgroup issues S of a tile and, behind it, O += P V of the tile before; while
 // the tensor cores do the latter it makes P of this tile. The warpgroups take turns to issue, so
@@ -14,21 +14,24 @@
 // is kept until that has proved right; if not, O and the sums move to a new reference.
 //
 // Barriers (mbarriers; tile/pipeline.h)
-//   q, k, v: full   the copying thread and its bytes; the tile may be read
-//            empty  each math warp; the tile may be replaced
-//   works:   full   the copying thread; a Work may be read        empty   each math warp
+//   q:  full   the copying thread and its bytes; the warpgroup's rows may be read
+//       empty  each of its warps; they may be replaced
+//   kv: full   the copying thread and its bytes; the tile may be read
+//       empty  each math warp; the tile may be replaced
+//   works: full   the copying thread; a Work may be read        empty   each math warp
 // Named barriers: kTurn + w, 256 threads: warpgroup w may issue (the one before arrives).
 //
 // docs/attn_fwd_sm90.md
 #pragma once
 
+#include "../../attention/mask_terms.h"
 #include "../../attention/softmax.h"
 #include "../../ptx/barrier.h"
 #include "../../ptx/grid.h"
 #include "../../ptx/setmaxnreg.h"
 #include "../../ptx/tma.h"
 #include "../../tile/pipeline.h"
-#include "../../tile/store_quads.h"
+#include "../../tile/store_pairs.h"
 #include "../../tile/wgmma_operand.h"
 #include "config.h"
 #include "schedule.h"
@@ -43,46 +46,54 @@ struct AttnFwd {
 
   static constexpr int kBlockQ = kConfig.block_q(), kBlockK = kConfig.block_k;
   static constexpr int kWarpgroups = kConfig.warpgroups;
+  static constexpr int kWorks = 4;  // known at a time: one ends, one runs, two are being copied
   static constexpr int kQStages = kConfig.q_stages, kStages = kConfig.stages;
-  static constexpr int kN = kBlockK / 8;           // column pieces of S
-  static constexpr int kO = kConfig.head_dim / 8;  // and of O
-  enum NamedBarrier { kTurn = 1 };
+  static constexpr int kN = kBlockK / 8;        // column pieces of S
+  static constexpr int kO = kConfig.dim_v / 8;  // and of O
+  enum NamedBarrier { kTurn = 1, kCleared = kTurn + kWarpgroups };
 
-  using TileQ = tile::SwizzledTile<kBlockQ, kConfig.head_dim>;
-  using TileKV = tile::SwizzledTile<kBlockK, kConfig.head_dim>;
-  using Softmax = OnlineSoftmax<1, false>;
+  using TileQ = tile::SwizzledTile<64, kConfig.head_dim>;  // of a warpgroup
+  using TileK = tile::SwizzledTile<kBlockK, kConfig.head_dim>;
+  using TileV = tile::SwizzledTile<kBlockK, kConfig.dim_v>;
+  static constexpr int kStageBytes = kConfig.stage_bytes();
+  using Softmax = OnlineSoftmax<1, kTerms>;
+  using Kept = KeptBits<1, kN>;
   using Scores = float[1][kN][4];
   using Output = float[1][kO][4];
   using Weights = uint32_t[kN / 2][4];  // P as operand a
 
   struct SmemPlan {
-    alignas(1024) char q[kQStages][TileQ::kBytes];
-    char k[kStages][TileKV::kBytes];
-    char v[kStages][TileKV::kBytes];
-    tile::PipelineSmem<kQStages> q_pipe;
-    tile::PipelineSmem<kStages> k_pipe, v_pipe;
-    tile::PipelineSmem<2> work_pipe;
-    Work works[2];
+    alignas(1024) char q[kQStages][kWarpgroups][TileQ::kBytes];
+    char kv[kStages][kStageBytes];  // K_0, then K_i and V_i-1 in turns, V_last
+    tile::PipelineSmem<kQStages> q_pipes[kWarpgroups];
+    tile::PipelineSmem<kStages> kv_pipe;
+    tile::PipelineSmem<kWorks> work_pipe;
+    Work works[kWorks];
+    // Of the tile of K in a stage: its first key, + 1 where a mask has to be looked at. Of a tile
+    // of V: the keys from its first one on.
+    int kv_words[kStages];
   };
   static_assert(sizeof(SmemPlan) <= kConfig.smem_bytes());
 
   const AttnFwdKernelParams& p;
   SmemPlan& smem;
-  const tile::Pipeline<kQStages> q_pipe{smem.q_pipe};
-  const tile::Pipeline<kStages> k_pipe{smem.k_pipe}, v_pipe{smem.v_pipe};
-  const tile::Pipeline<2> work_pipe{smem.work_pipe};
+  const tile::Pipeline<kStages> kv_pipe{smem.kv_pipe};
+  const tile::Pipeline<kWorks> work_pipe{smem.work_pipe};
   tile::RingPlace<kQStages> q_at;
-  tile::RingPlace<kStages> k_at, v_at;  // V of a tile comes when K of the next has been asked for
-  tile::RingPlace<2> work_at;
+  tile::RingPlace<kStages> kv_at;
+  tile::RingPlace<kWorks> work_at;
 
   __device__ AttnFwd(const AttnFwdKernelParams& p, SmemPlan& smem) : p(p), smem(smem) {}
+
+  __device__ tile::Pipeline<kQStages> q_pipe(int warpgroup) const {
+    return {smem.q_pipes[warpgroup]};
+  }
 
   // By one thread, before anybody waits.
   __device__ void init() const {
     constexpr int kMathWarps = 4 * kWarpgroups;
-    q_pipe.init(kMathWarps);
-    k_pipe.init(kMathWarps);
-    v_pipe.init(kMathWarps);
+    for (int w = 0; w < kWarpgroups; ++w) q_pipe(w).init(4);
+    kv_pipe.init(kMathWarps);
     work_pipe.init(kMathWarps);
     ptx::fence_mbarrier_init();
     ptx::prefetch_tensor_map(p.q_map);
@@ -90,19 +101,31 @@ struct AttnFwd {
     ptx::prefetch_tensor_map(p.v_map);
   }
 
-  // ------------------------------------------------------------------------- the copying thread
+  // -------------------------------------------------------------------------------- the copies
+
+  // One thread copies; the others of its warp help to look at masks.
+  static constexpr int kCopyThreads = kTerms ? 32 : 1;
+  static __device__ bool leads() { return kTerms ? threadIdx.x == 0 : true; }
 
   __device__ void copy() {
-    const uint32_t count = p.order.tiles * p.order.heads;
+    const uint32_t count = p.order.count();
+    int sequence = 0;
     for (uint32_t index = blockIdx.x; index < count;) {
-      const uint32_t next = gridDim.x + atomicAdd(p.counters, 1);
-      Work& work = free_work();
-      find_work<kBlockQ, kBlockK>(p, index, work);
+      uint32_t next = 0;
+      if (leads()) {
+        next = gridDim.x + atomicAdd(p.counters, 1);
+        work_pipe.wait_empty(work_at);
+      }
+      Work& work = smem.works[work_at.stage()];
+      find_work<kBlockQ, kBlockK, kTerms>(p, index, sequence, work);
       hand_out();
-      if (work.tiles() > 0) copy_work(work);
-      index = next;
+      if (kTerms) __syncwarp();
+      if (work.tiles > 0) copy_work(work);
+      index = kTerms ? __shfl_sync(~0u, next, 0) : next;
     }
-    free_work().batch = -1;
+    if (!leads()) return;
+    work_pipe.wait_empty(work_at);
+    smem.works[work_at.stage()].batch = -1;
     hand_out();
     // The last block to end leaves the counters as it found them.
     __threadfence();
@@ -110,35 +133,66 @@ struct AttnFwd {
       p.counters[0] = p.counters[1] = 0;
   }
 
-  __device__ Work& free_work() const {
-    work_pipe.wait_empty(work_at);
-    return smem.works[work_at.stage()];
-  }
   __device__ void hand_out() {
-    ptx::mbarrier_arrive(work_pipe.full(work_at));
+    if (leads()) ptx::mbarrier_arrive(work_pipe.full(work_at));
     work_at.advance();
   }
 
+  // Where the keys of a work are in K and V.
+  struct KeyRows {
+    int begin, end;  // of the sequence
+    int head, batch;
+  };
+
   __device__ void copy_work(const Work& work) {
-    copy_keys(k_pipe, k_at, p.k_map, smem.k, work, work.tile<kTerms>(0));
-    q_pipe.start_filling(q_at, TileQ::kBytes);
-    copy_tile<TileQ>(smem.q[q_at.stage()], p.q_map, q_pipe.full(q_at), ptx::CacheHint::kEvictFirst,
-                     work.q0, work.head, work.batch);
-    q_at.advance();
-    for (int i = 1; i < work.tiles(); ++i) {
-      copy_keys(k_pipe, k_at, p.k_map, smem.k, work, work.tile<kTerms>(i));
-      copy_keys(v_pipe, v_at, p.v_map, smem.v, work, work.tile<kTerms>(i - 1));
+    MaskWindow window;
+    const bool masked = kTerms && p.mask_tiles.data != nullptr;
+    const auto tile_number = [&](int i, int before) {
+      if (!masked) return work.tile<kTerms>(i);
+      return window.next(before + 1, work.tile_end, true, [&](int tile) {
+        return mask_state<kBlockQ, kBlockK>(p, work.batch, work.head, work.q0, tile);
+      });
+    };
+    // Packed tensors have one batch element.
+    const int batch = p.packed() ? 0 : work.batch, tiles = work.tiles;
+    const KeyRows keys{work.k_begin, work.k_begin + work.keys.len_k, work.kv_head, batch};
+    const auto copy_k = [&](int tile) {
+      const bool looks_at_mask = kTerms && p.mask && !(masked && window.full(tile));
+      copy_keys<TileK>(p.k_map, keys, tile, tile * kBlockK + looks_at_mask);
+    };
+    const auto copy_v = [&](int tile) {
+      copy_keys<TileV>(p.v_map, keys, tile, keys.end - keys.begin - tile * kBlockK);
+    };
+    int tile = tile_number(0, work.tile_begin - 1);
+    copy_k(tile);
+    if (leads()) {
+      const int row = work.q_begin + work.q0, head = work.head;
+      for (int w = 0; w < kWarpgroups; ++w) {
+        q_pipe(w).start_filling(q_at, TileQ::kBytes);
+        copy_tile<TileQ>(smem.q[q_at.stage()][w], p.q_map, q_pipe(w).full(q_at),
+                         ptx::CacheHint::kEvictFirst, row + 64 * w, head, batch);
+      }
     }
-    copy_keys(v_pipe, v_at, p.v_map, smem.v, work, work.tile<kTerms>(work.tiles() - 1));
+    q_at.advance();
+    for (int i = 1; i < tiles; ++i) {
+      const int next = tile_number(i, tile);
+      copy_k(next);
+      copy_v(tile);
+      tile = next;
+    }
+    copy_v(tile);
   }
 
-  __device__ void copy_keys(const tile::Pipeline<kStages>& pipe, tile::RingPlace<kStages>& at,
-                            const CUtensorMap& map, char (*stages_smem)[TileKV::kBytes],
-                            const Work& work, int tile) {
-    pipe.start_filling(at, TileKV::kBytes);
-    copy_tile<TileKV>(stages_smem[at.stage()], map, pipe.full(at), ptx::CacheHint::kEvictLast,
-                      tile * kBlockK, work.kv_head, work.batch);
-    at.advance();
+  template <typename Tile>
+  __device__ void copy_keys(const CUtensorMap& map, const KeyRows& keys, int tile, int word) {
+    if (leads()) {
+      kv_pipe.wait_empty(kv_at);
+      smem.kv_words[kv_at.stage()] = word;
+      ptx::mbarrier_arrive_expecting(kv_pipe.full(kv_at), Tile::kBytes);
+      copy_tile<Tile>(smem.kv[kv_at.stage()], map, kv_pipe.full(kv_at), ptx::CacheHint::kEvictLast,
+                      keys.begin + tile * kBlockK, keys.head, keys.batch);
+    }
+    kv_at.advance();
   }
 
   // Chunk by chunk; rows past the end of the head and columns past its width become zeros.
@@ -154,29 +208,56 @@ struct AttnFwd {
   // -------------------------------------------------------------------------- a math warpgroup
 
   struct Operands {
-    tile::SmemOperand<TileQ, ptx::Major::kInner> q;  // the warpgroup's rows
-    tile::SmemOperand<TileKV, ptx::Major::kInner> k;
-    tile::SmemOperand<TileKV, ptx::Major::kOuter> v;
+    tile::SmemOperand<TileQ, ptx::Major::kInner> q;  // one stage after kWarpgroups tiles
+    tile::SmemOperand<TileK, ptx::Major::kInner> k;
+    tile::SmemOperand<TileV, ptx::Major::kOuter> v;
   };
 
   __device__ void compute(int warpgroup) {
     const Operands operands{
-        decltype(Operands::q)(tile::smem_address(smem.q), 64 * warpgroup),
-        decltype(Operands::k)(tile::smem_address(smem.k)),
-        decltype(Operands::v)(tile::smem_address(smem.v)),
+        decltype(Operands::q)(tile::smem_address(smem.q[0][warpgroup])),
+        decltype(Operands::k)(tile::smem_address(smem.kv)),
+        decltype(Operands::v)(tile::smem_address(smem.kv)),
     };
     if (warpgroup == kWarpgroups - 1) hand_over(warpgroup);  // the first one may start
+    Scores s;                                                // of a work's first tile
+    bool started = false;
     for (;; work_at.advance()) {
       work_pipe.wait_full(work_at);
       // Stays in shared memory: registers are short.
       const Work& work = smem.works[work_at.stage()];
       if (!work.any()) break;
-      Softmax softmax(p.score.unit, false);
-      Output o;
+      if (work.tiles == 0) {
+        write_no_keys(work, warpgroup);
+      } else {
+        if (!started) {
+          wait_first_copies(warpgroup);
+          start_scores(operands, s);
+          ptx::wgmma_wait<0>();
+          ptx::pin(s[0]);
+        }
+        Softmax softmax(p.score.unit, additive());
+        Output o;
 #pragma unroll
-      for (int i = 0; i < 4 * kO; ++i) o[0][i / 4][i % 4] = 0.0f;
-      if (work.tiles() > 0) attend(work, operands, warpgroup, o, softmax);
-      finish(work, warpgroup, o, softmax);
+        for (int i = 0; i < 4 * kO; ++i) o[0][i / 4][i % 4] = 0.0f;
+        Weights p_reg;
+        const tile::RingPlace<kStages> v_at =
+            attend(work, operands, warpgroup, s, p_reg, o, softmax);
+        // The next work's first scores come behind the last product, beside the output.
+        work_pipe.wait_full(work_at.next());
+        const Work& next = smem.works[work_at.next().stage()];
+        started = next.any() && next.tiles > 0;
+        if (started) wait_first_copies(warpgroup);
+        start_scores(operands, s);  // of no use if there is none: a branch would serialize wgmma
+        softmax.finish();
+        ptx::wgmma_wait<1>();  // O is there
+        ptx::pin(o[0]);
+        ptx::pin(p_reg);
+        kv_pipe.release(v_at);
+        finish(work, warpgroup, o, softmax);
+        ptx::wgmma_wait<0>();  // S is there
+        ptx::pin(s[0]);
+      }
       __syncwarp();
       work_pipe.release(work_at);
     }
@@ -187,74 +268,119 @@ struct AttnFwd {
     ptx::barrier_arrive(kTurn + (warpgroup + 1 == kWarpgroups ? 0 : warpgroup + 1), 256);
   }
 
-  __device__ void attend(const Work& work, const Operands& operands, int warpgroup, Output& o,
-                         Softmax& softmax) {
-    Weights p_reg, p_next_reg;
-    const int tiles = work.tiles();
-    q_pipe.wait_full(q_at);
-    k_pipe.wait_full(k_at);
-    first_step(work, operands, warpgroup, p_reg, softmax);
-    // Two steps a turn, so that P and the next one change names and not registers.
+  // Q and K of a work's first tile.
+  __device__ void wait_first_copies(int warpgroup) const {
+    q_pipe(warpgroup).wait_full(q_at);
+    kv_pipe.wait_full(kv_at);
+  }
+  // S = Q K^T, issued.
+  __device__ void start_scores(const Operands& operands, Scores& s) const {
+    tile::start_gemm<T, true>(s[0], operands.q.stage(q_at.stage() * kWarpgroups),
+                              operands.k.template stage<kStageBytes>(kv_at.stage()));
+  }
+
+  // From the first tile's scores to O += P V of the last one, issued;
+  // returns where that V is.
+  __device__ tile::RingPlace<kStages> attend(const Work& work, const Operands& operands,
+                                             int warpgroup, Scores& s, Weights& p_reg, Output& o,
+                                             Softmax& softmax) {
+    const int tiles = work.tiles, own = own_tiles(work, warpgroup);
+    first_weights(work, warpgroup, s, p_reg, softmax);
+    Weights p_next_reg;
     int i = 1;
-    for (; i + 1 < tiles; i += 2) {
+    // Two steps a turn, so that P and the next one change names and not registers.
+    for (; i < own; ++i) {
       step(work, operands, warpgroup, i, p_reg, p_next_reg, o, softmax);
-      step(work, operands, warpgroup, i + 1, p_next_reg, p_reg, o, softmax);
-    }
-    if (i < tiles) {
-      step(work, operands, warpgroup, i, p_reg, p_next_reg, o, softmax);
+      if (++i == own) {
 #pragma unroll
-      for (int j = 0; j < 2 * kN; ++j) p_reg[j / 4][j % 4] = p_next_reg[j / 4][j % 4];
+        for (int j = 0; j < 2 * kN; ++j) p_reg[j / 4][j % 4] = p_next_reg[j / 4][j % 4];
+        break;
+      }
+      step(work, operands, warpgroup, i, p_next_reg, p_reg, o, softmax);
     }
-    q_pipe.release(q_at);
+    q_pipe(warpgroup).release(q_at);
     q_at.advance();
-    // O += P V, the last tile's
-    v_pipe.wait_full(v_at);
-    tile::start_gemm<T>(o[0], p_reg, operands.v.stage(v_at.stage()));
-    softmax.finish();
-    ptx::wgmma_wait<0>();
-    ptx::pin(o[0]);
-    ptx::pin(p_reg);
-    v_pipe.release(v_at);
-    v_at.advance();
+    if (i < tiles) pass_turn(warpgroup);
+    // O += P V
+    kv_pipe.wait_full(kv_at);
+    clear_past_end(warpgroup, kv_at);
+    tile::start_gemm<T>(o[0], p_reg, operands.v.template stage<kStageBytes>(kv_at.stage()));
+    const tile::RingPlace<kStages> v_at = kv_at;
+    kv_at.advance();
+    // Tiles that only other warpgroups see.
+    for (; i < tiles; ++i) {
+      if (i + 1 < tiles) pass_turn(warpgroup);
+      kv_pipe.wait_full(kv_at);
+      release_keys();
+    }
+    return v_at;
+  }
+
+  __device__ void release_keys() {
+    kv_pipe.release(kv_at);
+    kv_at.advance();
+  }
+
+  // How many of a work's tiles hold keys that the warpgroup's rows see, but for what is between
+  // them; one at least.
+  __device__ int own_tiles(const Work& work, int warpgroup) const {
+    if (kTerms && (!work.ascends() || p.mask_tiles.data != nullptr)) return work.tiles;
+    const int last_row = min(work.q0 + 64 * warpgroup + 64, work.len_q) - 1;
+    const int keys = work.keys.end(last_row) - work.tile_begin * kBlockK;
+    return max((keys + kBlockK - 1) / kBlockK, 1);
+  }
+
+  // The warpgroup has no product of the next tile of K: the others may issue theirs.
+  __device__ void pass_turn(int warpgroup) {
+    kv_pipe.wait_full(kv_at);
+    if (warpgroup == 0) kv_pipe.wait_full(kv_at.next());
+    wait_turn(warpgroup);
+    hand_over(warpgroup);
+    release_keys();
   }
 
   // P of the first tile, with its maximum as the reference.
-  __device__ void first_step(const Work& work, const Operands& operands, int warpgroup,
-                             Weights& p_reg, Softmax& softmax) {
-    Scores s;
-    const int begin = work.tile<kTerms>(0) * kBlockK;
-    // S = Q K^T
-    tile::start_gemm<T, true>(s[0], operands.q.stage(q_at.stage()), operands.k.stage(k_at.stage()));
-    ptx::wgmma_wait<0>();
-    ptx::pin(s[0]);
-    k_pipe.release(k_at);
-    k_at.advance();
-    if (!scores_are_products(work, begin)) finish_scores(work, warpgroup, begin, s);
+  __device__ void first_weights(const Work& work, int warpgroup, Scores& s, Weights& p_reg,
+                                Softmax& softmax) {
+    const KeyTile keys = key_tile(work, 0, kv_at);
+    Kept kept;
+    draw(work, warpgroup, keys, kept);
+    release_keys();
+    if (!scores_are_products(work, keys)) finish_scores(work, warpgroup, keys, s);
     softmax.start(s);
     tile::pack<T>(s[0], p_reg);
+    drop(kept, p_reg);
   }
 
   // P of tile number i into p_next_reg, and O += P V of the tile before it from p_reg.
   __device__ void step(const Work& work, const Operands& operands, int warpgroup, int i,
                        Weights& p_reg, Weights& p_next_reg, Output& o, Softmax& softmax) {
     Scores s;
+    Kept kept;
     // Read early: what comes between S and P holds everything up.
-    const int begin = work.tile<kTerms>(i) * kBlockK;
-    const bool finished = scores_are_products(work, begin);
+    KeyTile keys = key_tile(work, i, kv_at);
+    bool finished = scores_are_products(work, keys);
+    const tile::RingPlace<kStages> v_at = kv_at.next();
     // One warpgroup alone waits for the copies: the others follow it.
-    if (warpgroup == 0) k_pipe.wait_full(k_at);
+    if (warpgroup == 0) kv_pipe.wait_full(kv_at);
+    if (kTerms) clear_past_end(warpgroup, v_at);
+    if (additive()) prefetch_mask(work, warpgroup, work.tile<kTerms>(i) * kBlockK);
     wait_turn(warpgroup);
-    // S = Q K^T
-    tile::start_gemm<T, true>(s[0], operands.q.stage(q_at.stage()), operands.k.stage(k_at.stage()));
-    if (warpgroup == 0) v_pipe.wait_full(v_at);
+    start_scores(operands, s);
+    if (warpgroup == 0) kv_pipe.wait_full(v_at);
     // O += P V
-    tile::start_gemm<T>(o[0], p_reg, operands.v.stage(v_at.stage()));
+    tile::start_gemm<T>(o[0], p_reg, operands.v.template stage<kStageBytes>(v_at.stage()));
     hand_over(warpgroup);
+    if (kTerms) {
+      keys = key_tile(work, i, kv_at);  // now it is there
+      finished = scores_are_products(work, keys);
+      if (keys.masked && !additive()) prefetch_mask(work, warpgroup, keys.begin);
+      draw(work, warpgroup, keys, kept);
+    }
     ptx::wgmma_wait<1>();  // S is there
     ptx::pin(s[0]);
-    k_pipe.release(k_at);
-    k_at.advance();
-    if (!finished) finish_scores(work, warpgroup, begin, s);
+    release_keys();
+    if (!finished) finish_scores(work, warpgroup, keys, s);
     // The wait inside is each warp's own, though PTX wants the warpgroup to branch as one: without
     // a branch before the next wait ptxas puts that before the exponentials, or serializes wgmma.
     if (!softmax.template weigh_ahead<T>(s, p_next_reg)) {
@@ -263,34 +389,102 @@ struct AttnFwd {
       softmax.update(s, o, [](float (&)[1][2]) {});
       tile::pack<T>(s[0], p_next_reg);
     }
+    drop(kept, p_next_reg);
     ptx::wgmma_wait<0>();  // O is there; P and V are free
     ptx::pin(o[0]);
     ptx::pin(p_reg);
-    v_pipe.release(v_at);
-    v_at.advance();
+    release_keys();
+  }
+
+  // V of a packed sequence's last tile: what follows the sequence would meet weights of zero, but
+  // NaN times zero is NaN. Each warpgroup clears it, and waits for itself alone.
+  __device__ void clear_past_end(int warpgroup, const tile::RingPlace<kStages>& at) const {
+    if (!p.packed()) return;
+    kv_pipe.wait_full(at);
+    const int rows = smem.kv_words[at.stage()];
+    if (rows >= kBlockK) return;
+    char* const from = smem.kv[at.stage()] + rows * TileV::kRowBytes;
+    for (int c = 0; c < TileV::kChunks; ++c)
+      for (int byte = 16 * (threadIdx.x % 128); byte < (kBlockK - rows) * TileV::kRowBytes;
+           byte += 16 * 128)
+        *reinterpret_cast<uint4*>(from + c * TileV::kChunkBytes + byte) = uint4{};
+    ptx::fence_proxy_async();
+    ptx::barrier_sync(kCleared + warpgroup, 128);
+  }
+
+  // ----------------------------------------------------------------- from products to scores
+
+  struct KeyTile {
+    int begin;
+    bool masked;
+  };
+  // Tile number i, whose K is in that stage.
+  __device__ KeyTile key_tile(const Work& work, int i, const tile::RingPlace<kStages>& at) const {
+    if (!kTerms) return {work.tile<kTerms>(i) * kBlockK, false};
+    const int word = smem.kv_words[at.stage()];
+    return {word & ~1, (word & 1) != 0};
+  }
+
+  __device__ bool additive() const { return kTerms && p.mask && !p.boolean_mask(); }
+  __device__ bool drops() const { return kTerms && p.dropout_threshold > 0; }
+
+  // Of the warpgroup's rows and a tile's keys, from one of them on.
+  __device__ MaskPart mask_part(const Work& work, int row, int col) const {
+    return {p, work.batch, work.head, row, col, work.len_q - row, work.keys.len_k - col};
+  }
+  __device__ void prefetch_mask(const Work& work, int warpgroup, int begin) const {
+    const int thread = threadIdx.x % 128;
+    mask_part(work, work.q0 + 64 * warpgroup, begin)
+        .template prefetch<kBlockK, 2>(thread / 2, thread % 2);
+  }
+  __device__ void draw(const Work& work, int warpgroup, const KeyTile& keys, Kept& kept) const {
+    if (drops())
+      DropoutTile<1, kN>(work.dropout, work.head, work.q0 + row_of(warpgroup),
+                         keys.begin + col_of())
+          .draw_all(kept);
+  }
+  __device__ void drop(const Kept& kept, Weights& p_reg) const {
+    if (!drops()) return;
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) p_reg[n / 2][n % 2 * 2 + half] &= kept.halves(n, half);
   }
 
   static __device__ int row_of(int warpgroup) {
     return 64 * warpgroup + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   }
 
-  // Of the tile of keys that starts at `begin`: no terms, and every row sees every key.
-  __device__ bool scores_are_products(const Work& work, int begin) const {
-    if (kTerms && (p.score.natural || p.score.sign != 1.0f)) return false;
-    return begin >= work.seen_begin && begin + kBlockK <= work.seen_end;
+  static __device__ int col_of() { return threadIdx.x % 4 * 2; }
+
+  // No terms, and every row sees every key.
+  __device__ bool scores_are_products(const Work& work, const KeyTile& keys) const {
+    if (kTerms && (p.score.natural || p.score.sign != 1.0f || keys.masked)) return false;
+    return all_seen(work, keys);
+  }
+  __device__ bool all_seen(const Work& work, const KeyTile& keys) const {
+    return keys.begin >= work.seen_begin && keys.begin + kBlockK <= work.seen_end;
   }
 
-  __device__ void finish_scores(const Work& work, int warpgroup, int begin, Scores& s) const {
-    const int row = work.q0 + row_of(warpgroup), col = begin + threadIdx.x % 4 * 2;
-    if (kTerms && p.score.natural)
-      add_terms(s, work.slope, static_cast<float>(row + p.diagonal_near - col));
-    else if (kTerms && p.score.sign != 1.0f)
-      ScoreTerms::for_each(s, [&](float& x, int, int) { x *= p.score.sign; });
-    if (begin >= work.seen_begin && begin + kBlockK <= work.seen_end) return;
+  __device__ void finish_scores(const Work& work, int warpgroup, const KeyTile& keys,
+                                Scores& s) const {
+    const int row = work.q0 + row_of(warpgroup), col = keys.begin + col_of();
+    if constexpr (kTerms) {
+      const bool biased = keys.masked && additive();
+      const bool only_scale = p.cap == 0.0f && work.slope == 0.0f;
+      if (p.score.natural && !(biased && only_scale))
+        add_terms(s, work.slope, static_cast<float>(row + work.keys.diagonal - col));
+      else if (!p.score.natural && p.score.sign != 1.0f)
+        ScoreTerms::for_each(s, [&](float& x, int, int) { x *= p.score.sign; });
+      // A bias takes the scale along.
+      if (keys.masked)
+        mask_part(work, row, col).template apply<T>(s, only_scale ? p.scale_fp32 : 1.0f);
+    }
+    if (all_seen(work, keys)) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      hide_outside(s[0], half, p.keys.begin(row + 8 * half) - col,
-                   p.keys.end(row + 8 * half) - col);
+      hide_outside(s[0], half, work.keys.begin(row + 8 * half) - col,
+                   work.keys.end(row + 8 * half) - col);
   }
 
   // Scale, softcap, ALiBi. from_first: of this lane's first row from its first key, on the
@@ -303,27 +497,59 @@ struct AttnFwd {
     ScoreTerms::add_alibi(s, slope, from_first);
   }
 
+  // Zeros and LSE of rows that see no key.
+  __device__ void write_no_keys(const Work& work, int warpgroup) const {
+    const int row = work.q0 + 64 * warpgroup + threadIdx.x % 128 / 2;
+    if (row >= work.len_q) return;
+    T* const out = out_row(work, row);
+    for (int col = threadIdx.x % 2 * 8; col < p.dim_v; col += 16)
+      *reinterpret_cast<uint4*>(out + col) = uint4{};
+    if (threadIdx.x % 2 == 0) write_lse(work, row, p.sinks ? *sink_of(work) : -INFINITY, 0.0f);
+  }
+
+  __device__ T* out_row(const Work& work, int row) const {
+    return static_cast<T*>(p.out.data) + work.batch * p.out.batch + work.head * p.out.head +
+           (work.q_begin + row) * p.out.row;
+  }
+  __device__ int64_t lse_offset(const Work& work, int row, const TensorView& t) const {
+    return work.batch * t.batch + work.head * t.head + (work.q_begin + row) * t.row;
+  }
+  // LSE is top + log_sum, and in two parts where there is room for them.
+  __device__ void write_lse(const Work& work, int row, float top, float log_sum) const {
+    const float lse = top + log_sum;
+    static_cast<float*>(p.lse.data)[lse_offset(work, row, p.lse)] = lse;
+    if (kTerms && p.lse_lo)
+      static_cast<float*>(p.lse_lo.data)[lse_offset(work, row, p.lse_lo)] =
+          isfinite(lse) ? (top - lse) + log_sum : 0.0f;
+  }
+  __device__ const float* sink_of(const Work& work) const {
+    return static_cast<const float*>(p.sinks.data) + work.head;
+  }
+
   // O / l and LSE, to memory.
   __device__ void finish(const Work& work, int warpgroup, Output& o, const Softmax& softmax) const {
-    const int row = work.q0 + row_of(warpgroup), rows = static_cast<int>(p.len_q) - row;
-    const float* const sink =
-        p.sinks ? static_cast<const float*>(p.sinks.data) + work.head : nullptr;
+    const int row = work.q0 + row_of(warpgroup), rows = work.len_q - row;
+    const float* const sink = p.sinks ? sink_of(work) : nullptr;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const auto [top, sum, factor] = softmax.end(0, half, sink, 1.0f);
+      const auto end =
+          softmax.end(0, half, sink, kTerms ? static_cast<float>(p.dropout_scale) : 1.0f);
 #pragma unroll
       for (int n = 0; n < kO; ++n)
 #pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; ++i)
-          o[0][n][i] = factor == 0.0f ? 0.0f : o[0][n][i] * factor;
-      if (threadIdx.x % 4 == half && 8 * half < rows) {
-        float* const lse = static_cast<float*>(p.lse.data);
-        lse[work.batch * p.lse.batch + work.head * p.lse.head + (row + 8 * half) * p.lse.row] =
-            top + logf(sum);
+        for (int i = 2 * half; i < 2 * half + 2; ++i) o[0][n][i] *= end.factor;
+      // Zeros, whatever V holds.
+      if (__any_sync(~0u, end.factor == 0.0f)) {
+#pragma unroll
+        for (int n = 0; n < kO; ++n)
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i)
+            if (end.factor == 0.0f) o[0][n][i] = 0.0f;
       }
+      if (threadIdx.x % 4 == half && 8 * half < rows)
+        write_lse(work, row + 8 * half, end.top, end.log_sum());
     }
-    T* const out = static_cast<T*>(p.out.data) + work.batch * p.out.batch + work.head * p.out.head;
-    tile::store_quads(o[0], out + row * p.out.row, p.out.row, rows, static_cast<int>(p.dim_v));
+    tile::store_pairs(o[0], out_row(work, row), p.out.row, rows, static_cast<int>(p.dim_v));
   }
 };
 
@@ -339,7 +565,7 @@ __global__ void __launch_bounds__(AttnFwd<kRow>::kConfig.threads(), 1)
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the same, and known to be
   if (warpgroup == 0) {
     ptx::give_registers<Fwd::kConfig.copy_regs>();
-    if (threadIdx.x == 0) fwd.copy();
+    if (threadIdx.x < Fwd::kCopyThreads) fwd.copy();
   } else {
     ptx::take_registers<Fwd::kConfig.math_regs>();
     fwd.compute(warpgroup - 1);

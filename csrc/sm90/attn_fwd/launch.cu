@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <iterator>
 
+#include "../../attention/mask_terms.h"
 #include "../../dispatch_element.h"
 #include "../../row_access.h"
 #include "../../tile/tensor_map.h"
@@ -21,13 +22,13 @@ namespace {
 
 constexpr int64_t kLargestDim = 256;
 
-// The narrowest tile that holds the head.
 size_t choose_row(const AttentionParams& p) {
-  const int64_t dim = std::max(p.dim, p.dim_v);
   const ScoreUnit score = score_unit(p);
-  const bool terms = score.natural || score.sign != 1.0f;
+  const bool terms =
+      score.natural || score.sign != 1.0f || p.mask || (p.dropout_threshold > 0 && !p.drops_all());
   const auto serves = [&](const AttnFwdKernel& k) {
-    return k.dtype == p.q.dtype && k.terms == terms && k.config.head_dim >= dim;
+    return k.dtype == p.q.dtype && k.terms == terms && k.config.head_dim >= p.dim &&
+           k.config.dim_v >= p.dim_v;
   };
   return std::find_if(std::begin(kAttnFwdKernels), std::end(kAttnFwdKernels), serves) -
          kAttnFwdKernels;
@@ -38,6 +39,29 @@ bool has_map(const TensorView& t, int64_t batch, int64_t heads, int64_t rows) {
   const auto steps = [](int64_t size, int64_t stride) { return size <= 1 || stride > 0; };
   return t.col == 1 && row_access(t, batch, heads, rows) >= 16 && steps(batch, t.batch) &&
          steps(heads, t.head) && steps(rows, t.row);
+}
+
+// Where all tiles are equally long, those of one head (of one group) run together, so that few keys
+// are in use at once; else the longest of as many heads as fit the cache, and last of all the
+// shortest of all heads: as many as keep the device busy for as long as the longest tile takes.
+TileOrder order_of(const AttnFwdKernelParams& p, const AttnFwdConfig& c,
+                   const DeviceLimits& device) {
+  const int64_t heads = p.packed() ? p.heads_q : p.batch * p.heads_q;
+  const int64_t tiles = ceil_div(p.len_q, c.block_q()) + (p.packed() ? p.batch : 0);
+  if (p.packed()) return TileOrder::make(tiles, heads, heads, 1, 0, true, 0);
+  if (p.band.right == Band::kNoLimit || p.band.left != Band::kNoLimit) {
+    return TileOrder::make(tiles, heads, p.group(), 1, 0, true, 0);
+  }
+  // In keys: a tile's, and what it costs besides.
+  const auto cost = [&](int64_t tile) {
+    const int64_t last = std::min((tile + 1) * c.block_q(), p.len_q) - 1;
+    return p.keys.end(static_cast<int>(last)) + 320;
+  };
+  int64_t late = 0, late_cost = 0;
+  const int64_t wanted = device.multiprocessors * cost(tiles - 1) / heads;
+  while (late < tiles - 1 && late_cost < wanted) late_cost += cost(late++);
+  const int64_t kv_bytes = p.len_k * (p.dim + p.dim_v) * element_bytes(p.q.dtype);
+  return TileOrder::make(tiles, heads, p.group(), kv_bytes, device.l2_bytes / 3, true, late);
 }
 
 }  // namespace
@@ -53,20 +77,23 @@ const char* attn_fwd_refusal(const AttentionParams& p, const DeviceLimits& devic
   if (p.alibi && std::abs(p.q_offset + p.diagonal - p.k_offset) >= RowKeys::kFar) {
     return "with ALiBi it takes offsets below 2^30";
   }
-  if (p.batch * p.heads_q * ceil_div(p.len_q, 64) >= INT32_MAX / 2) {
+  const int64_t sequences = p.packed() ? p.batch : 0, batch = p.packed() ? 1 : p.batch;
+  if (batch * p.heads_q * (ceil_div(p.len_q, 64) + sequences) >= INT32_MAX / 2) {
     return "it takes up to 2^30 tiles of query rows of all heads";
   }
-  if (p.packed()) return "it does not take packed sequences";
-  if (p.mask) return "it does not take masks";
-  if (p.dropout_threshold > 0 && !p.drops_all()) return "it does not take dropout";
-  if (!has_map(p.q, p.batch, p.heads_q, p.len_q) || !has_map(p.k, p.batch, p.heads_kv, p.len_k) ||
-      !has_map(p.v, p.batch, p.heads_kv, p.len_k)) {
+  if (p.mask && !mask_has_pairs(p)) {
+    return "of masks it takes those in bool and the query's type, with unit columns, an even "
+           "number "
+           "of them, and rows that start at multiples of two elements";
+  }
+  if (!has_map(p.q, batch, p.heads_q, p.len_q) || !has_map(p.k, batch, p.heads_kv, p.len_k) ||
+      !has_map(p.v, batch, p.heads_kv, p.len_k)) {
     return "its copies want unit columns, addresses and strides that are multiples of 16 bytes, no "
            "broadcast dimension";
   }
   // A block has all keys of its rows: few rows over many keys leave most of the device idle.
-  const int64_t tiles = p.batch * p.heads_q * ceil_div(p.len_q, 128);
-  if (2 * tiles < device.multiprocessors && p.len_k > 1024) {
+  const int64_t tiles = p.heads_q * std::max(batch * ceil_div(p.len_q, 128), sequences);
+  if (2 * tiles < device.multiprocessors && p.len_k > 1024 * std::max<int64_t>(sequences, 1)) {
     return "it does not split keys, which few rows over many of them want";
   }
   return nullptr;
@@ -76,35 +103,29 @@ const char* attn_fwd_kernel(const AttentionParams& p) {
   return kAttnFwdKernels[choose_row(p)].name;
 }
 
-void launch_attn_fwd(const AttentionParams& params, const DeviceLimits& device, int32_t* counters,
-                     cudaStream_t stream) {
+void launch_attn_fwd(const AttentionParams& params, const MaskTiles& mask_tiles,
+                     const DeviceLimits& device, int32_t* counters, cudaStream_t stream) {
   const size_t row = choose_row(params);
   const AttnFwdConfig& c = kAttnFwdKernels[row].config;
   AttnFwdKernelParams p;
   static_cast<AttentionParams&>(p) = params;
-  const int64_t heads = p.batch * p.heads_q;
-  // Where all tiles are equally long, those of one head (of one group) run together, so that few
-  // keys are in use at once; else the longest of as many heads as fit the cache.
-  const bool causal = p.band.right != Band::kNoLimit;
-  const int64_t kv_bytes = p.len_k * (p.dim + p.dim_v) * element_bytes(p.q.dtype);
-  p.order = TileOrder::make(ceil_div(p.len_q, c.block_q()), heads, p.group(),
-                            causal ? kv_bytes : device.l2_bytes, device.l2_bytes, causal,
-                            causal ? 4 * device.multiprocessors : 0);
-  const int64_t works = int64_t{p.order.tiles} * p.order.heads;
-  if (works == 0) return;
-  p.q_map = tile::make_tensor_map(p.q, p.dim, p.len_q, p.heads_q, p.batch, c.block_q());
-  p.k_map = tile::make_tensor_map(p.k, p.dim, p.len_k, p.heads_kv, p.batch, c.block_k);
-  p.v_map = tile::make_tensor_map(p.v, p.dim_v, p.len_k, p.heads_kv, p.batch, c.block_k);
+  if (!p.packed()) p.keys = RowKeys::of(p.band, sequence_of(p, 0));
+  p.order = order_of(p, c, device);
+  if (p.order.count() == 0) return;
+  const int64_t batch = p.packed() ? 1 : p.batch;
+  p.q_map = tile::make_tensor_map(p.q, p.dim, p.len_q, p.heads_q, batch, 64);
+  p.k_map = tile::make_tensor_map(p.k, p.dim, p.len_k, p.heads_kv, batch, c.block_k);
+  p.v_map = tile::make_tensor_map(p.v, p.dim_v, p.len_k, p.heads_kv, batch, c.block_k);
   p.heads = Divisor(p.heads_q);
   p.group_heads = Divisor(p.group());
-  p.keys = RowKeys::of(p);
-  p.diagonal_near = static_cast<int>(sequence_of(p, 0).shift);
   p.score = score_unit(p);
   p.scale_fp32 = static_cast<float>(p.scale);
   p.cap = static_cast<float>(p.softcap);
   p.cap_unit = p.softcap > 0 ? static_cast<float>(p.scale / p.softcap) : 0.0f;
+  p.mask_tiles = mask_tiles;
+  if (p.drops_all()) p.dropout_threshold = 0;  // only LSE is left to compute
   p.counters = counters;
-  const int blocks = static_cast<int>(std::min<int64_t>(works, device.multiprocessors));
+  const int blocks = static_cast<int>(std::min<int64_t>(p.order.count(), device.multiprocessors));
   dispatch_element(p.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     if constexpr (sizeof(T) == 2) launch_attn_fwd_typed<T>(row, p, blocks, stream);

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "../../attention/mask_tiles.h"
 #include "../../params.h"
 
 namespace flashbpt::sm90 {
@@ -12,8 +13,9 @@ const char* attn_fwd_refusal(const AttentionParams& p, const DeviceLimits& devic
 // Name of the row of config.h that serves the call, as in "attn_fwd_bf16_d128".
 const char* attn_fwd_kernel(const AttentionParams& p);
 
-// counters: see AttnFwdKernelParams. Nothing is launched for an empty output.
-void launch_attn_fwd(const AttentionParams& p, const DeviceLimits& device, int32_t* counters,
-                     cudaStream_t stream);
+// mask_tiles: of a boolean mask. counters: see AttnFwdKernelParams. Nothing is launched for an empty
+// output.
+void launch_attn_fwd(const AttentionParams& p, const MaskTiles& mask_tiles,
+                     const DeviceLimits& device, int32_t* counters, cudaStream_t stream);
 
 }  // namespace flashbpt::sm90

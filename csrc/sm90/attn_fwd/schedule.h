@@ -3,41 +3,47 @@
 
 #include <cuda.h>
 
-#include <algorithm>
-
+#include "../../attention/dropout.h"
+#include "../../attention/find_sequence.h"
+#include "../../attention/mask_tiles.h"
+#include "../../attention/mask_window.h"
 #include "../../attention/score_terms.h"
 #include "../../attention/score_unit.h"
 #include "../../attention/tile_order.h"
 
 namespace flashbpt::sm90 {
 
-// The keys that rows of a dense call see, in 32 bits: of row q those of [q + low, q + high) that
+// The keys that the rows of a sequence see, in 32 bits: of row q those of [q + low, q + high) that
 // there are.
 struct RowKeys {
   static constexpr int kFar = 1 << 30;  // lengths are less
 
   int low, high, len_k;
+  int diagonal;  // row q meets key q + this, if it is near
 
-  static RowKeys of(const AttentionParams& p) {
-    const int64_t shift = sequence_of(p, 0).shift;
-    const auto near = [](int64_t x) {
-      return static_cast<int>(std::clamp<int64_t>(x, -kFar, kFar));
-    };
-    return {near(shift - p.band.left), near(shift + p.band.right + 1), static_cast<int>(p.len_k)};
+  static FLASHBPT_HOST_DEVICE RowKeys of(const Band& band, const Sequence& seq) {
+    return {near(seq.shift - band.left), near(seq.shift + band.right + 1),
+            static_cast<int>(seq.len_k), near(seq.shift)};
   }
-  __device__ int begin(int q) const { return min(max(q + low, 0), len_k); }
-  __device__ int end(int q) const { return min(max(q + high, 0), len_k); }
+  FLASHBPT_HOST_DEVICE int begin(int q) const { return clamp(q + low); }
+  FLASHBPT_HOST_DEVICE int end(int q) const { return clamp(q + high); }
+
+ private:
+  FLASHBPT_HOST_DEVICE int clamp(int k) const { return k < 0 ? 0 : k > len_k ? len_k : k; }
+  static FLASHBPT_HOST_DEVICE int near(int64_t x) {
+    return static_cast<int>(x < -kFar ? -kFar : x > kFar ? kFar : x);
+  }
 };
 
 struct AttnFwdKernelParams : AttentionParams {
-  CUtensorMap q_map, k_map, v_map;  // boxes of 64 columns x block_q or block_k rows
-  TileOrder order;
-  Divisor heads;        // of queries
-  Divisor group_heads;  // query heads of a kv head
-  RowKeys keys;
-  int diagonal_near;  // of ALiBi: row q meets key q + this
+  CUtensorMap q_map, k_map, v_map;  // boxes of 64 columns x 64 or block_k rows
+  TileOrder order;                  // packed: of room for tiles (attention/find_sequence.h)
+  Divisor heads;                    // of queries
+  Divisor group_heads;              // query heads of a kv head
+  RowKeys keys;                     // dense
   ScoreUnit score;
   float scale_fp32, cap, cap_unit;  // of natural scores: scale, softcap (0: none), their ratio
+  MaskTiles mask_tiles;             // data is null without a boolean mask
   // Two words that are zero before the launch and after it: pieces handed out beyond the first of
   // each block, and blocks that have ended.
   int32_t* counters;
@@ -46,16 +52,23 @@ struct AttnFwdKernelParams : AttentionParams {
 // A tile of query rows of one head, and its tiles of keys.
 struct Work {
   int batch, head, kv_head;
-  int q0;  // first row
+  int q_begin, k_begin;  // of the sequence, in q and in k
+  int q0;                // first row, in the sequence
+  int len_q;             // rows of the sequence
+  RowKeys keys;
   int tile_begin, tile_end;
   int tile_first;            // that is done first
+  int tiles;                 // that there are: a mask may leave some empty
   int seen_begin, seen_end;  // keys that every row sees
   float slope;               // of ALiBi; 0: none
+  Dropout dropout;           // where there is dropout
 
   __device__ bool any() const { return batch >= 0; }
-  __device__ int tiles() const { return tile_end - tile_begin; }
-  // Tile number i: from tile_first down to tile_begin, then what is above tile_first. Keys from the
-  // first on, unless ALiBi makes those at the diagonal the largest: the reference is theirs.
+  // Whether tiles come from the first one on, up to the last one that a row sees.
+  __device__ bool ascends() const { return tile_first == tile_begin; }
+  // Tile number i without a mask: from tile_first down to tile_begin, then what is above
+  // tile_first. Keys from the first on, unless ALiBi makes those at the diagonal the largest: the
+  // reference is theirs.
   template <bool kTerms>
   __device__ int tile(int i) const {
     if (!kTerms) return tile_begin + i;
@@ -63,27 +76,75 @@ struct Work {
   }
 };
 
-// Fills `work`, in shared memory: the copying thread has few registers.
+// Bits of a tile of keys under a boolean mask: 1 where any element is true, 2 where all are.
 template <int kBlockQ, int kBlockK>
-__device__ void find_work(const AttnFwdKernelParams& p, uint32_t index, Work& work) {
+__device__ int mask_state(const AttnFwdKernelParams& p, int batch, int head, int q0, int tile) {
+  return p.mask_tiles.state<kBlockQ / MaskTiles::kRows, kBlockK / MaskTiles::kCols>(
+      batch, head, q0 / MaskTiles::kRows, tile * (kBlockK / MaskTiles::kCols), p.len_q, p.len_k);
+}
+
+// Fills `work`, in shared memory: by one thread, with terms by its whole warp. sequence: the last
+// one that was found in a packed call.
+template <int kBlockQ, int kBlockK, bool kTerms>
+__device__ void find_work(const AttnFwdKernelParams& p, uint32_t index, int& sequence, Work& work) {
+  const bool writes = !kTerms || threadIdx.x == 0;
   const TileOrder::Place at = p.order.at(index);
-  work.batch = static_cast<int>(p.heads.quotient(at.head));
-  work.head = static_cast<int>(p.heads.remainder(at.head));
-  work.kv_head = static_cast<int>(p.group_heads.quotient(work.head));
-  const int q0 = static_cast<int>(at.tile) * kBlockQ;
-  const int q_last = min(q0 + kBlockQ, static_cast<int>(p.len_q)) - 1;
-  work.q0 = q0;
-  work.tile_begin = p.keys.begin(q0) / kBlockK;
-  work.tile_end = max((p.keys.end(q_last) + kBlockK - 1) / kBlockK, work.tile_begin);
-  work.tile_first = work.tile_begin;
-  work.seen_begin = p.keys.begin(q_last);
-  work.seen_end = p.keys.end(q0);
-  work.slope = 0;
-  if (p.alibi) {
-    work.slope = static_cast<const float*>(p.alibi.data)[work.batch * p.alibi.batch + work.head];
-    const int diagonal = (q_last + p.diagonal_near) / kBlockK;
-    work.tile_first = max(min(diagonal, work.tile_end - 1), work.tile_begin);
+  int batch, head, q0 = static_cast<int>(at.tile) * kBlockQ, len_q = static_cast<int>(p.len_q);
+  RowKeys keys = p.keys;
+  if (p.packed()) {
+    const SequenceTile found = find_query_tile_near(p, at.tile, kBlockQ, sequence);
+    batch = sequence = static_cast<int>(found.seq.batch);
+    head = static_cast<int>(at.head);
+    q0 = found.empty ? 0 : static_cast<int>(found.tile) * kBlockQ;
+    len_q = found.empty ? 0 : static_cast<int>(found.seq.len_q);
+    keys = RowKeys::of(p.band, found.seq);
+    if (writes) {
+      work.q_begin = static_cast<int>(found.seq.q_begin);
+      work.k_begin = static_cast<int>(found.seq.k_begin);
+      if (kTerms && p.dropout_threshold > 0) work.dropout = Dropout(p, found.seq);
+    }
+  } else {
+    batch = static_cast<int>(p.heads.quotient(at.head));
+    head = static_cast<int>(p.heads.remainder(at.head));
+    if (writes) {
+      work.q_begin = work.k_begin = 0;
+      if (kTerms && p.dropout_threshold > 0) work.dropout = Dropout(p, sequence_of(p, batch));
+    }
   }
+  const int q_last = min(q0 + kBlockQ, len_q) - 1;
+  const int tile_begin = keys.begin(q0) / kBlockK;
+  const int tile_end =
+      len_q == 0 ? tile_begin : max((keys.end(q_last) + kBlockK - 1) / kBlockK, tile_begin);
+  int tile_first = tile_begin, tiles = tile_end - tile_begin;
+  float slope = 0.0f;
+  if (kTerms && p.alibi) {
+    slope = static_cast<const float*>(p.alibi.data)[batch * p.alibi.batch + head];
+    tile_first = max(min((q_last + keys.diagonal) / kBlockK, tile_end - 1), tile_begin);
+  }
+  if (kTerms && p.mask_tiles.data != nullptr) {
+    tile_first = tile_begin;
+    tiles = 0;
+    for (int first = tile_begin; first < tile_end; first += 32) {
+      const int tile = first + static_cast<int>(threadIdx.x);
+      const bool any =
+          tile < tile_end && mask_state<kBlockQ, kBlockK>(p, batch, head, q0, tile) != 0;
+      tiles += __popc(__ballot_sync(~0u, any));
+    }
+  }
+  if (!writes) return;
+  work.batch = batch;
+  work.head = head;
+  work.kv_head = static_cast<int>(p.group_heads.quotient(head));
+  work.q0 = q0;
+  work.len_q = len_q;
+  work.keys = keys;
+  work.tile_begin = tile_begin;
+  work.tile_end = tile_end;
+  work.tile_first = tile_first;
+  work.tiles = tiles;
+  work.seen_begin = keys.begin(q_last);
+  work.seen_end = keys.end(q0);
+  work.slope = slope;
 }
 
 }  // namespace flashbpt::sm90
