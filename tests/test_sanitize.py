@@ -145,7 +145,7 @@ def test_hopper(cuda, dtype, dim):
     case = replace(PLAIN, dtype=dtype, dim=dim, dim_v=min(dim, 128) if dim == 192 else dim)
     run(make(replace(case, lq=200, lk=333), cuda), backend="sm90")
     run(make(replace(case, heads=140, kv_heads=2, causal=False), cuda), backend="sm90")
-    terms = replace(case, causal=False, sinks=True, lq=66, lk=140)
+    terms = replace(case, causal=False, sinks=True, lq=66, lk=144)
     run(make(replace(terms, mask="bool:bhqk", window=(60, 20)), cuda), backend="sm90")
     run(make(replace(terms, mask="own:11qk", softcap=5.0, alibi="h"), cuda), backend="sm90")
 

@@ -80,7 +80,9 @@ REFUSED = [
     (Case(**{**X, "dim": 264}), "up to 256"),
     (Case(**X, mask="fp32:11qk"), "masks"),
     (Case(**X, mask="bool:11q1"), "masks"),
-    (Case(**{**X, "lk": 201}, mask="own:11qk"), "masks"),
+    (Case(**{**X, "lk": 201}, mask="bool:11qk"), "masks"),
+    (Case(**{**X, "lk": 204}, mask="own:11qk"), "masks"),
+    (Case(**X, mask="own:b11k"), "masks"),
     (Case(**{**X, "lq": 1, "lk": 5000}), "split keys"),
 ]
 
@@ -178,10 +180,12 @@ def test_alibi(cuda, align, dtype, dim):
 
 # ---- masks and dropout
 @pytest.mark.parametrize("dim, dim_v", TILES, ids=str)
-@pytest.mark.parametrize("dims", ["11qk", "bhqk", "b11k", "1hqk"])
-@pytest.mark.parametrize("kind", ["bool", "own"])
-def test_masks(cuda, kind, dims, dim, dim_v):
-    case = replace(PLAIN, lk=334, dim=dim, dim_v=dim_v, mask=f"{kind}:{dims}")
+@pytest.mark.parametrize(
+    "mask",
+    ["bool:11qk", "bool:bhqk", "bool:b11k", "bool:1h1k"] + ["own:11qk", "own:bhqk", "own:1hqk"],
+)
+def test_masks(cuda, mask, dim, dim_v):
+    case = replace(PLAIN, lk=336, dim=dim, dim_v=dim_v, mask=mask)
     check_here(make(case, cuda))
     check_here(make(replace(case, dtype="fp16", window=(-1, 0), align="lower-right"), cuda))
     check_here(make(replace(case, window=(90, 60), sinks=True, scale=-0.2), cuda))
@@ -189,7 +193,7 @@ def test_masks(cuda, kind, dims, dim, dim_v):
 
 @pytest.mark.parametrize("dim, dim_v", TILES, ids=str)
 def test_masks_with_other_terms(cuda, dim, dim_v):
-    case = replace(PLAIN, lk=334, dim=dim, dim_v=dim_v)
+    case = replace(PLAIN, lk=336, dim=dim, dim_v=dim_v)
     for kind in ("bool", "own"):
         check_here(make(replace(case, mask=f"{kind}:11qk", softcap=5.0), cuda))
         check_here(make(replace(case, mask=f"{kind}:b1qk", alibi="bh", window=(-1, 0)), cuda))
@@ -230,8 +234,8 @@ def test_biases_that_hide_what_comes_first(cuda, what, dtype, dim):
     """And whole rows; then scores near -200."""
     low = DTYPES[dtype]
     hidden = torch.finfo(low).min if HIDDEN[what] is None else HIDDEN[what]
-    inputs = make(replace(PLAIN, batch=1, lq=200, lk=700, dim=dim, dtype=dtype), cuda)
-    bias = torch.full((200, 700), -200.0, dtype=low, device=cuda)
+    inputs = make(replace(PLAIN, batch=1, lq=200, lk=704, dim=dim, dtype=dtype), cuda)
+    bias = torch.full((200, 704), -200.0, dtype=low, device=cuda)
     bias[:, :450] = hidden
     bias[70:75] = hidden
     bias[3, 600] = 1e4

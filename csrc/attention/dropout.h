@@ -40,8 +40,12 @@ class KeptBits {
     if (piece % 4 == 0) bits_[piece / 4] = 0;
     bits_[piece / 4] |= bits << (piece % 4 * 8);
   }
-  // Four pieces at once.
-  __device__ void set_word(int word, uint32_t bits) { bits_[word] = bits; }
+  // Four pieces at once, behind those that came before.
+  __device__ void append_word(uint32_t bits) {
+#pragma unroll
+    for (int word = 0; word + 1 < kWords; ++word) bits_[word] = bits_[word + 1];
+    bits_[kWords - 1] = bits;
+  }
   __device__ bool operator()(int m, int n, int i) const {
     const int piece = n / 2 * kM + m;
     return bits_[piece / 4] >> (piece % 4 * 8 + bit(n % 2, i)) & 1;
@@ -87,15 +91,14 @@ class DropoutTile {
     }
     return bits;
   }
-  // All of it, in little code.
+  // All of it, in little code and few registers: two pieces side by side.
   __device__ void draw_all(Kept& kept) const {
-#pragma unroll
-    for (int word = 0; word < Kept::kWords; ++word) {
-      uint32_t bits = 0;
 #pragma unroll 1
-      for (int i = 0; i < min(Kept::kPieces - 4 * word, 4); ++i)
-        bits |= draw(4 * word + i) << (8 * i);
-      kept.set_word(word, bits);
+    for (int first = 0; first < 4 * Kept::kWords; first += 4) {
+      uint32_t bits = 0;
+#pragma unroll 2
+      for (int i = 0; i < 4; ++i) bits |= draw(first + i) << (8 * i);
+      kept.append_word(bits);
     }
   }
   // The share of one of `steps` steps.

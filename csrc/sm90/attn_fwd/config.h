@@ -6,14 +6,15 @@
 namespace flashbpt::sm90 {
 
 struct AttnFwdConfig {
-  int head_dim;    // of the tiles of Q and K; narrower heads are filled with zeros
-  int dim_v;       // of those of V and O
-  int block_k;     // keys of a tile
-  int warpgroups;  // that compute, 64 query rows each; one more copies
-  int q_stages;    // tiles of Q; 2: that of the next work comes early
-  int stages;      // tiles of K and V together
-  int copy_regs;   // registers a thread of the warpgroup that copies
-  int math_regs;   // and of those that compute
+  int head_dim;     // of the tiles of Q and K; narrower heads are filled with zeros
+  int dim_v;        // of those of V and O
+  int block_k;      // keys of a tile
+  int warpgroups;   // that compute, 64 query rows each; one more copies
+  int q_stages;     // tiles of Q; 2: that of the next work comes early
+  int stages;       // tiles of K and V together
+  int bias_stages;  // tiles of an additive mask
+  int copy_regs;    // registers a thread of the warpgroup that copies
+  int math_regs;    // and of those that compute
 
   static constexpr int row_bytes(int dim) { return (dim + 63) / 64 * 128; }
   constexpr int block_q() const { return 64 * warpgroups; }
@@ -22,8 +23,11 @@ struct AttnFwdConfig {
   constexpr int stage_bytes() const {
     return block_k * row_bytes(head_dim > dim_v ? head_dim : dim_v);
   }
+  constexpr int bias_bytes() const { return block_q() * row_bytes(block_k); }
   // 1024: barriers and what is being worked on, and tiles begin at multiples of that.
-  constexpr int smem_bytes() const { return q_stages * q_bytes() + stages * stage_bytes() + 1024; }
+  constexpr int smem_bytes() const {
+    return q_stages * q_bytes() + stages * stage_bytes() + bias_stages * bias_bytes() + 1024;
+  }
   // Registers a thread of O, S and P twice.
   constexpr int acc_regs() const { return dim_v / 2 + block_k; }
 };
@@ -40,18 +44,18 @@ struct AttnFwdKernel {
 // P of one tile is read by the tensor cores while that of the next is made, so a row's registers
 // are O, S and two P in 16 bits. D 64 would leave half of them idle in two warpgroups: three share
 // the keys, and their exponentials hide behind the others' products. Two tiles of Q are worth more
-// than a sixth of K and V. With terms: fewer stages, so that L1 has room for a mask.
-//                                             q, k    v keys groups q stages copy math
-inline constexpr AttnFwdConfig kFwd64 =       {64, 64, 96, 3, 2, 8, 32, 160};     // registers
-inline constexpr AttnFwdConfig kFwd64Terms =  {64, 64, 64, 3, 2, 8, 56, 152};     // registers
-inline constexpr AttnFwdConfig kFwd96 =       {96, 96, 128, 2, 2, 5, 40, 232};    // shared memory
-inline constexpr AttnFwdConfig kFwd96Terms =  {96, 96, 128, 2, 1, 4, 56, 224};    // registers
-inline constexpr AttnFwdConfig kFwd128 =      {128, 128, 128, 2, 2, 5, 40, 232};  // shared memory
-inline constexpr AttnFwdConfig kFwd128Terms = {128, 128, 128, 2, 1, 4, 56, 224};  // registers
-inline constexpr AttnFwdConfig kFwd192 =      {192, 128, 96, 2, 1, 4, 40, 232};   // shared memory
-inline constexpr AttnFwdConfig kFwd192Terms = {192, 128, 96, 2, 1, 4, 56, 224};   // the same
-inline constexpr AttnFwdConfig kFwd256 =      {256, 256, 64, 2, 1, 5, 40, 232};   // both
-inline constexpr AttnFwdConfig kFwd256Terms = {256, 256, 64, 2, 1, 4, 56, 224};   // both
+// than a sixth of K and V.
+//                                             q, k    v keys groups q stages bias copy math
+inline constexpr AttnFwdConfig kFwd64 = {64, 64, 96, 3, 2, 8, 0, 32, 160};        // registers
+inline constexpr AttnFwdConfig kFwd64Terms = {64, 64, 64, 3, 2, 8, 2, 56, 152};   // registers
+inline constexpr AttnFwdConfig kFwd96 = {96, 96, 128, 2, 2, 5, 0, 40, 232};       // shared memory
+inline constexpr AttnFwdConfig kFwd96Terms = {96, 96, 128, 2, 1, 4, 2, 56, 224};  // both
+inline constexpr AttnFwdConfig kFwd128 = {128, 128, 128, 2, 2, 5, 0, 40, 232};    // shared memory
+inline constexpr AttnFwdConfig kFwd128Terms = {128, 128, 128, 2, 1, 4, 2, 56, 224};  // both
+inline constexpr AttnFwdConfig kFwd192 = {192, 128, 96, 2, 1, 4, 0, 40, 232};       // shared memory
+inline constexpr AttnFwdConfig kFwd192Terms = {192, 128, 96, 2, 1, 4, 1, 56, 224};  // both
+inline constexpr AttnFwdConfig kFwd256 = {256, 256, 64, 2, 1, 5, 0, 40, 232};       // both
+inline constexpr AttnFwdConfig kFwd256Terms = {256, 256, 64, 2, 1, 4, 2, 56, 224};  // both
 
 // Of one type and terms the cheapest first: the first one that holds a head serves it.
 inline constexpr AttnFwdKernel kAttnFwdKernels[] = {

@@ -18,6 +18,7 @@
 //       empty  each of its warps; they may be replaced
 //   kv: full   the copying thread and its bytes; the tile may be read
 //       empty  each math warp; the tile may be replaced
+//   bias (an additive mask): as q
 //   works: full   the copying thread; a Work may be read        empty   each math warp
 // Named barriers: kTurn + w, 256 threads: warpgroup w may issue (the one before arrives).
 //
@@ -56,6 +57,8 @@ struct AttnFwd {
   using TileK = tile::SwizzledTile<kBlockK, kConfig.head_dim>;
   using TileV = tile::SwizzledTile<kBlockK, kConfig.dim_v>;
   static constexpr int kStageBytes = kConfig.stage_bytes();
+  using TileBias = tile::SwizzledTile<64, kBlockK>;  // of a warpgroup
+  static constexpr int kBiasStages = kConfig.bias_stages;
   using Softmax = OnlineSoftmax<1, kTerms>;
   using Kept = KeptBits<1, kN>;
   using Scores = float[1][kN][4];
@@ -65,7 +68,9 @@ struct AttnFwd {
   struct SmemPlan {
     alignas(1024) char q[kQStages][kWarpgroups][TileQ::kBytes];
     char kv[kStages][kStageBytes];  // K_0, then K_i and V_i-1 in turns, V_last
+    char bias[kBiasStages][kWarpgroups][TileBias::kBytes];
     tile::PipelineSmem<kQStages> q_pipes[kWarpgroups];
+    tile::PipelineSmem<kTerms ? kBiasStages : 1> bias_pipes[kTerms ? kWarpgroups : 0];
     tile::PipelineSmem<kStages> kv_pipe;
     tile::PipelineSmem<kWorks> work_pipe;
     Work works[kWorks];
@@ -81,6 +86,7 @@ struct AttnFwd {
   const tile::Pipeline<kWorks> work_pipe{smem.work_pipe};
   tile::RingPlace<kQStages> q_at;
   tile::RingPlace<kStages> kv_at;
+  tile::RingPlace<kTerms ? kBiasStages : 1> bias_at;
   tile::RingPlace<kWorks> work_at;
 
   __device__ AttnFwd(const AttnFwdKernelParams& p, SmemPlan& smem) : p(p), smem(smem) {}
@@ -89,16 +95,24 @@ struct AttnFwd {
     return {smem.q_pipes[warpgroup]};
   }
 
+  __device__ auto bias_pipe(int warpgroup) const {
+    return tile::Pipeline<kTerms ? kBiasStages : 1>{smem.bias_pipes[warpgroup]};
+  }
+
   // By one thread, before anybody waits.
   __device__ void init() const {
     constexpr int kMathWarps = 4 * kWarpgroups;
-    for (int w = 0; w < kWarpgroups; ++w) q_pipe(w).init(4);
+    for (int w = 0; w < kWarpgroups; ++w) {
+      q_pipe(w).init(4);
+      if (kTerms) bias_pipe(w).init(4);
+    }
     kv_pipe.init(kMathWarps);
     work_pipe.init(kMathWarps);
     ptx::fence_mbarrier_init();
     ptx::prefetch_tensor_map(p.q_map);
     ptx::prefetch_tensor_map(p.k_map);
     ptx::prefetch_tensor_map(p.v_map);
+    if (additive()) ptx::prefetch_tensor_map(p.bias_map);
   }
 
   // -------------------------------------------------------------------------------- the copies
@@ -157,7 +171,7 @@ struct AttnFwd {
     const int batch = p.packed() ? 0 : work.batch, tiles = work.tiles;
     const KeyRows keys{work.k_begin, work.k_begin + work.keys.len_k, work.kv_head, batch};
     const auto copy_k = [&](int tile) {
-      const bool looks_at_mask = kTerms && p.mask && !(masked && window.full(tile));
+      const bool looks_at_mask = masked && !window.full(tile);
       copy_keys<TileK>(p.k_map, keys, tile, tile * kBlockK + looks_at_mask);
     };
     const auto copy_v = [&](int tile) {
@@ -174,10 +188,12 @@ struct AttnFwd {
       }
     }
     q_at.advance();
+    copy_bias(work, tile);
     for (int i = 1; i < tiles; ++i) {
       const int next = tile_number(i, tile);
       copy_k(next);
       copy_v(tile);
+      copy_bias(work, next);
       tile = next;
     }
     copy_v(tile);
@@ -195,14 +211,29 @@ struct AttnFwd {
     kv_at.advance();
   }
 
-  // Chunk by chunk; rows past the end of the head and columns past its width become zeros.
+  __device__ void copy_bias(const Work& work, int tile) {
+    if (!additive()) return;
+    if (leads()) {
+      for (int w = 0; w < kWarpgroups; ++w) {
+        bias_pipe(w).start_filling(bias_at, TileBias::kBytes);
+        copy_tile<TileBias>(smem.bias[bias_at.stage()][w], p.bias_map, bias_pipe(w).full(bias_at),
+                            ptx::CacheHint::kEvictFirst, work.q0 + 64 * w,
+                            p.mask.head == 0 ? 0 : work.head, p.mask.batch == 0 ? 0 : work.batch,
+                            tile * kBlockK);
+      }
+    }
+    bias_at.advance();
+  }
+
+  // Chunk by chunk; what lies outside of the tensor becomes zeros.
   template <typename Tile>
   static __device__ void copy_tile(char* to, const CUtensorMap& map, uint32_t full,
-                                   ptx::CacheHint hint, int row, int head, int batch) {
+                                   ptx::CacheHint hint, int row, int head, int batch,
+                                   int first_col = 0) {
 #pragma unroll
     for (int c = 0; c < Tile::kChunks; ++c)
       ptx::tma_load_4d(tile::smem_address(to) + c * Tile::kChunkBytes, map, full, hint,
-                       c * Tile::kChunkCols, row, head, batch);
+                       first_col + c * Tile::kChunkCols, row, head, batch);
   }
 
   // -------------------------------------------------------------------------- a math warpgroup
@@ -324,7 +355,7 @@ struct AttnFwd {
   // How many of a work's tiles hold keys that the warpgroup's rows see, but for what is between
   // them; one at least.
   __device__ int own_tiles(const Work& work, int warpgroup) const {
-    if (kTerms && (!work.ascends() || p.mask_tiles.data != nullptr)) return work.tiles;
+    if (kTerms && (!work.ascends() || p.mask)) return work.tiles;
     const int last_row = min(work.q0 + 64 * warpgroup + 64, work.len_q) - 1;
     const int keys = work.keys.end(last_row) - work.tile_begin * kBlockK;
     return max((keys + kBlockK - 1) / kBlockK, 1);
@@ -364,7 +395,6 @@ struct AttnFwd {
     // One warpgroup alone waits for the copies: the others follow it.
     if (warpgroup == 0) kv_pipe.wait_full(kv_at);
     if (kTerms) clear_past_end(warpgroup, v_at);
-    if (additive()) prefetch_mask(work, warpgroup, work.tile<kTerms>(i) * kBlockK);
     wait_turn(warpgroup);
     start_scores(operands, s);
     if (warpgroup == 0) kv_pipe.wait_full(v_at);
@@ -374,7 +404,7 @@ struct AttnFwd {
     if (kTerms) {
       keys = key_tile(work, i, kv_at);  // now it is there
       finished = scores_are_products(work, keys);
-      if (keys.masked && !additive()) prefetch_mask(work, warpgroup, keys.begin);
+      if (keys.masked) prefetch_mask(work, warpgroup, keys.begin);
       draw(work, warpgroup, keys, kept);
     }
     ptx::wgmma_wait<1>();  // S is there
@@ -428,14 +458,12 @@ struct AttnFwd {
   __device__ bool additive() const { return kTerms && p.mask && !p.boolean_mask(); }
   __device__ bool drops() const { return kTerms && p.dropout_threshold > 0; }
 
-  // Of the warpgroup's rows and a tile's keys, from one of them on.
-  __device__ MaskPart mask_part(const Work& work, int row, int col) const {
-    return {p, work.batch, work.head, row, col, work.len_q - row, work.keys.len_k - col};
+  // Of the sequence, from an element on.
+  __device__ BooleanMaskPart mask_part(const Work& work, int row, int col) const {
+    return {p.mask, work.batch, work.head, row, col, work.len_q - row, work.keys.len_k - col};
   }
   __device__ void prefetch_mask(const Work& work, int warpgroup, int begin) const {
-    const int thread = threadIdx.x % 128;
-    mask_part(work, work.q0 + 64 * warpgroup, begin)
-        .template prefetch<kBlockK, 2>(thread / 2, thread % 2);
+    mask_part(work, work.q0 + 64 * warpgroup, begin).prefetch<kBlockK>(threadIdx.x % 128 / 2);
   }
   __device__ void draw(const Work& work, int warpgroup, const KeyTile& keys, Kept& kept) const {
     if (drops())
@@ -466,19 +494,26 @@ struct AttnFwd {
     return keys.begin >= work.seen_begin && keys.begin + kBlockK <= work.seen_end;
   }
 
-  __device__ void finish_scores(const Work& work, int warpgroup, const KeyTile& keys,
-                                Scores& s) const {
+  __device__ void finish_scores(const Work& work, int warpgroup, const KeyTile& keys, Scores& s) {
     const int row = work.q0 + row_of(warpgroup), col = keys.begin + col_of();
     if constexpr (kTerms) {
-      const bool biased = keys.masked && additive();
-      const bool only_scale = p.cap == 0.0f && work.slope == 0.0f;
-      if (p.score.natural && !(biased && only_scale))
+      // A bias takes the scale along.
+      const bool only_bias = additive() && p.cap == 0.0f && work.slope == 0.0f;
+      if (p.score.natural && !only_bias)
         add_terms(s, work.slope, static_cast<float>(row + work.keys.diagonal - col));
       else if (!p.score.natural && p.score.sign != 1.0f)
         ScoreTerms::for_each(s, [&](float& x, int, int) { x *= p.score.sign; });
-      // A bias takes the scale along.
-      if (keys.masked)
-        mask_part(work, row, col).template apply<T>(s, only_scale ? p.scale_fp32 : 1.0f);
+      if (additive()) {
+        bias_pipe(warpgroup).wait_full(bias_at);
+        add_bias<T, TileBias>(s[0], only_bias ? p.scale_fp32 : 1.0f,
+                              tile::smem_address(smem.bias[bias_at.stage()][warpgroup]), row_of(0),
+                              col_of());
+        __syncwarp();
+        bias_pipe(warpgroup).release(bias_at);
+        bias_at.advance();
+      } else if (keys.masked) {
+        mask_part(work, row, col).apply(s[0]);
+      }
     }
     if (all_seen(work, keys)) return;
 #pragma unroll

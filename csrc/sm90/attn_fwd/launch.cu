@@ -81,10 +81,15 @@ const char* attn_fwd_refusal(const AttentionParams& p, const DeviceLimits& devic
   if (batch * p.heads_q * (ceil_div(p.len_q, 64) + sequences) >= INT32_MAX / 2) {
     return "it takes up to 2^30 tiles of query rows of all heads";
   }
-  if (p.mask && !mask_has_pairs(p)) {
-    return "of masks it takes those in bool and the query's type, with unit columns, an even "
-           "number "
-           "of them, and rows that start at multiples of two elements";
+  if (p.boolean_mask() && !mask_has_pairs(p)) {
+    return "of boolean masks it takes those with unit columns, an even number of them, and rows "
+           "that start at even addresses";
+  }
+  if (p.mask && !p.boolean_mask() &&
+      (p.mask.dtype != p.q.dtype || (p.len_q > 1 && p.mask.row == 0) ||
+       !rows_aligned(p.mask, p.batch, p.heads_q, p.len_q, 16))) {
+    return "of additive masks it takes those of the query's type with unit columns, rows that "
+           "start at multiples of 16 bytes, and are not one row for all";
   }
   if (!has_map(p.q, batch, p.heads_q, p.len_q) || !has_map(p.k, batch, p.heads_kv, p.len_k) ||
       !has_map(p.v, batch, p.heads_kv, p.len_k)) {
@@ -116,6 +121,11 @@ void launch_attn_fwd(const AttentionParams& params, const MaskTiles& mask_tiles,
   p.q_map = tile::make_tensor_map(p.q, p.dim, p.len_q, p.heads_q, batch, 64);
   p.k_map = tile::make_tensor_map(p.k, p.dim, p.len_k, p.heads_kv, batch, c.block_k);
   p.v_map = tile::make_tensor_map(p.v, p.dim_v, p.len_k, p.heads_kv, batch, c.block_k);
+  if (p.mask && !p.boolean_mask()) {
+    const auto size = [](int64_t size, int64_t stride) { return stride == 0 ? 1 : size; };
+    p.bias_map = tile::make_tensor_map(p.mask, p.len_k, p.len_q, size(p.heads_q, p.mask.head),
+                                       size(p.batch, p.mask.batch), 64);
+  }
   p.heads = Divisor(p.heads_q);
   p.group_heads = Divisor(p.group());
   p.score = score_unit(p);

@@ -37,6 +37,7 @@ struct RowKeys {
 
 struct AttnFwdKernelParams : AttentionParams {
   CUtensorMap q_map, k_map, v_map;  // boxes of 64 columns x 64 or block_k rows
+  CUtensorMap bias_map;             // of an additive mask, 64 x 64
   TileOrder order;                  // packed: of room for tiles (attention/find_sequence.h)
   Divisor heads;                    // of queries
   Divisor group_heads;              // query heads of a kv head
