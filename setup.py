@@ -123,8 +123,10 @@ SPILLS = [
     ("sm80/paged_decode", (21,), "fp32 d128: words read once a step"),
     ("sm80/paged_decode", (22,), "fp32 d256: O and its rests of 3xTF32 alone take 256 registers"),
     ("sm80/paged_prefill", (4, 10), "d128_terms: a word read once a tile"),
+    ("sm90/attn_fwd", (15,), "fp16 d64_terms: a word of the copying warp, once a call"),
     ("sm90/attn_fwd", (6, 16), "d96_terms: a word of the copying warp, once a call"),
-    ("sm90/attn_fwd", (7, 17), "d128_terms: a word of the copying warp, once a call"),
+    ("sm90/attn_fwd", (7, 17), "d128_terms: the same, and one where dropout is drawn"),
+    ("sm90/attn_fwd", (8, 18), "d192_terms: a word of the copying warp, once a call"),
 ]
 # Part of the mangled name -> the reason.
 ALLOWED = {

@@ -20,6 +20,7 @@ from timing import Budget, alternate, rotated, sm_mhz
 import flashbpt
 
 SECONDS = {"cuda": 0.08, "cpu": 0.5}  # a candidate
+WARM_UP = {"cuda": 0.1, "cpu": 0.0}  # all candidates together
 FORWARDS = {"fwd": 1.0, "bwd": 2.5, "fwd+bwd": 3.5}  # operations, in those of a forward
 # Of the results: |flashbpt - peer| / |peer| over the whole tensor.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -40,7 +41,8 @@ class Case:
     others: dict[str, Callable | None]  # what runs beside flashbpt, called with these arguments
     forward_flop: float | None = None  # None: the row is in microseconds
     op: str = "attention"  # flashbpt's function
-    kwargs: dict[str, Any] = field(default_factory=dict)  # and what it takes besides
+    # And what it takes besides; a tensor as a function of the device.
+    kwargs: dict[str, Any] = field(default_factory=dict)
     leaves: int = 3  # the first arguments, which get gradients
     same_result: bool = True  # as the others
     tf32: bool | None = None  # torch's precision setting, where it matters
@@ -63,7 +65,11 @@ class Case:
         arguments = self.make(device)
         for t in arguments[: self.leaves]:
             t.requires_grad_(self.direction != "fwd")
-        return torch.randn_like(arguments[0]), *arguments
+        query, _, value, *_ = arguments
+        return torch.randn_like(query[..., : value.size(-1)]), *arguments
+
+    def keywords(self, device: str) -> dict[str, Any]:
+        return {name: v(device) if callable(v) else v for name, v in self.kwargs.items()}
 
 
 def heads_first(batch, heads, seqlen, head_dim, dtype, device, count=3) -> list[torch.Tensor]:
@@ -89,10 +95,11 @@ def _measure(case: Case, options: Options, device: str) -> Row:
     torch.cuda.empty_cache()
     others = options.wanted_peers(case.others)
     functions = {name: function for name, function in others.items() if function is not None}
-    functions["flashbpt"] = functools.partial(getattr(flashbpt, case.op), **case.kwargs)
+    keywords = case.keywords(device)
+    functions["flashbpt"] = functools.partial(getattr(flashbpt, case.op), **keywords)
     calls = {name: _call(f, case.direction, case.leaves) for name, f in functions.items()}
     inputs = rotated(functools.partial(case.draw, device), device)
-    budget = Budget(seconds=SECONDS[device] * len(calls), max_rounds=200)
+    budget = Budget(seconds=SECONDS[device] * len(calls), max_rounds=200, warm_up=WARM_UP[device])
     if options.quick:
         budget = Budget(seconds=0.0, min_rounds=2)
     seconds = alternate(calls, budget, inputs, clock="events" if device == "cuda" else "host")
@@ -102,7 +109,7 @@ def _measure(case: Case, options: Options, device: str) -> Row:
         results = {name: calls[name](*inputs[0]) for name, s in seconds.items() if s}
         compare(results, tolerance, case.row())
     choice = flashbpt.which_kernel(
-        *inputs[0][1:], op=case.op, backward=case.direction == "bwd", **case.kwargs
+        *inputs[0][1:], op=case.op, backward=case.direction == "bwd", **keywords
     )
     unit, value = "us", lambda t: t * 1e6
     if case.forward_flop is not None:

@@ -14,7 +14,10 @@ PEER_NAMES = (
     "selective torch_cp"
 ).split()
 # flashbpt itself without what the row measures.
-SELF_NAMES = "flag unmasked no_dropout no_bias_grad bf16_cache page64 contiguous own_flat".split()
+SELF_NAMES = (
+    "flag unmasked no_dropout no_bias_grad no_bias no_softcap no_sinks no_alibi bf16_cache page64 "
+    "contiguous own_flat"
+).split()
 HIGHER_IS_BETTER = {"TFLOP/s": True, "TB/s": True, "tokens/s": True, "us": False, "ms": False}
 HIGHER_IS_BETTER["GB"] = False
 
@@ -115,7 +118,7 @@ def bar_line(what: str, times: list[float], bar: float | None) -> list[str]:
     line = f"bar: {what}, {len(times)} rows: mean {geometric_mean(times):.2f}"
     line += f", worst {max(times):.2f}"
     if bar is not None:
-        line += f" (at most {bar}), {'met' if max(times) <= bar else 'MISSED'}"
+        line += f" (at most {bar:.4g}), {'met' if max(times) <= bar else 'MISSED'}"
     return [line]
 
 

@@ -35,6 +35,7 @@ class Budget:
     min_rounds: int = 3
     max_rounds: int = 1000
     calls: int = 1  # calls in one sample, for functions of microseconds
+    warm_up: float = 0.0  # seconds that all candidates together run on a GPU before the rounds
 
 
 def host_budget(quick: bool) -> Budget:
@@ -52,15 +53,17 @@ def alternate(
 ) -> dict[str, float | None]:
     """Median seconds a call of each candidate, called as `candidate(*inputs[i])`, i rotating.
 
-    The first call of each with each of the inputs is the warm-up and is not counted. A peer that
-    refuses it, by a RuntimeError (also for want of memory), is None in the result; "flashbpt" may
-    not refuse.
+    The first call of each with each of the inputs is the warm-up and is not counted, nor is what
+    the budget adds to it. A peer that refuses it, by a RuntimeError (also for want of memory), is
+    None in the result; "flashbpt" may not refuse.
     """
     sample = {"host": _sample_host, "events": _sample_events}[clock]
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     turn = _Turn(inputs)
     order = [name for name, function in candidates.items() if _accepts(name, function, inputs)]
     with _no_gc():
+        if budget.warm_up:
+            _warm_up([candidates[name] for name in order], inputs, budget.warm_up)
         started, rounds = time.perf_counter(), 0
         while rounds < budget.min_rounds or (
             rounds < budget.max_rounds and time.perf_counter() - started < budget.seconds
@@ -93,6 +96,16 @@ def _accepts(name: str, function: Callable[..., Any], inputs: Sequence[tuple]) -
             raise
         return False
     return True
+
+
+def _warm_up(functions: list[Callable[..., Any]], inputs: Sequence[tuple], seconds: float) -> None:
+    """Calls them in turns for that long, so that the GPU's clock is that of steady work."""
+    torch.cuda.synchronize()
+    turn, started = _Turn(inputs), time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        for function in functions:
+            function(*turn.take(1)[0])
+        torch.cuda.synchronize()
 
 
 def _sample_host(function: Callable[..., Any], batch: list[tuple]) -> float:

@@ -168,3 +168,18 @@ def sm80_and_faster(request):
 
     with flashbpt.use_backend(request.param):
         yield
+
+
+@pytest.fixture
+def hopper(cuda):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+
+
+@pytest.fixture
+def forced(hopper):
+    """What sm90 does not serve is refused."""
+    import flashbpt
+
+    with flashbpt.use_backend("sm90"):
+        yield

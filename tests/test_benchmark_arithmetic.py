@@ -205,6 +205,24 @@ def test_rounds_end_with_the_budget(bench):
     assert len(counted) == 1 + 7
 
 
+def test_the_warm_up_of_a_budget_comes_first_and_is_not_counted(bench, monkeypatch):
+    timing = bench("timing")
+    calls, now = [], [0.0]
+
+    def call(name):
+        calls.append(name)
+        now[0] += 0.01
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: int(now[0] * 1e9))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    budget = timing.Budget(seconds=0.0, min_rounds=1, warm_up=0.05)
+    candidates = {"flashbpt": lambda: call("a"), "sdpa": lambda: call("b")}
+    seconds = timing.alternate(candidates, budget)
+    assert "".join(calls) == "ab" + "ab" * 3 + "ab"
+    assert seconds == pytest.approx({"flashbpt": 0.01, "sdpa": 0.01})
+
+
 def test_the_median_ignores_a_disturbed_sample(bench, monkeypatch):
     timing = bench("timing")
     durations = iter([5, 900, 4])

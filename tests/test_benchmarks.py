@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -134,19 +135,56 @@ def varlen_by_sdpa(q, k, v, cu_q, cu_k, max_q, max_k, causal=False):
     return torch.cat([sdpa(*s, is_causal=causal).transpose(0, 1) for s in heads_first])
 
 
+def fa3_by_sdpa(
+    q,
+    k,
+    v,
+    *,
+    softmax_scale,
+    num_splits,
+    is_causal,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    window_size_left=-1,
+    window_size_right=-1,
+):
+    """torch.ops.flash_attn_3.fwd, of the arguments that it is called with."""
+    assert softmax_scale == pytest.approx(q.shape[-1] ** -0.5) and num_splits == 1
+    if cu_seqlens_q is not None:
+        assert (max_seqlen_q, max_seqlen_k) == (max(cu_seqlens_q.diff()), max(cu_seqlens_k.diff()))
+        offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        return varlen_by_sdpa(q, k, v, *offsets, is_causal), None, None, None
+    rows, keys = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
+    right = 0 if is_causal else window_size_right
+    seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+    seen &= keys <= rows + right if right >= 0 else True
+    seen &= keys >= rows - window_size_left if window_size_left >= 0 else True
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    return sdpa(*heads_first, attn_mask=seen, enable_gqa=True).transpose(1, 2), None, None, None
+
+
 @pytest.fixture
 def cuda_peers(bench, monkeypatch, one_thread):
     peers = bench("peers")
     for name in ("fa2", "efficient", "cudnn"):
         monkeypatch.setitem(peers.PEERS, name, peers.sdpa)
     monkeypatch.setitem(peers.VARLEN_PEERS, "fa2", varlen_by_sdpa)
+    for name in ("flash_attn_3", "flash_attn_3._C"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    fa3 = types.SimpleNamespace(fwd=fa3_by_sdpa)
+    monkeypatch.setattr(torch.ops, "flash_attn_3", fa3, raising=False)
+    monkeypatch.setitem(peers.PEERS, "fa3", peers._fa3)
+    monkeypatch.setitem(peers.VARLEN_PEERS, "fa3", peers._varlen_fa3)
     gc.freeze()
     yield
     gc.unfreeze()
 
 
 def test_dense_cases(bench):
-    cases = cases_of(bench, "dense")
+    cases = [case for case in cases_of(bench, "dense") if "kind" not in case.extra]
     keys = [(c.dtype, c.head_dim, c.seqlen, c.causal, c.direction, c.tf32) for c in cases]
     assert len(set(keys)) == len(keys) == 3 * 6 * 2 * 3 + 2 * 4 * 2 * 2 * 2
     for case in cases:
@@ -161,9 +199,71 @@ def test_dense_cases(bench):
             {"fa2", "cudnn", "efficient"} | fa3 if half else {"efficient", "math"}
         )
         assert (case.tf32 is None) == half
-    both = cases_of(bench, "dense", fp16=True)
-    assert len(both) == len(cases) + 108
-    assert sum(c.dtype == torch.float16 for c in both) == 108
+    bfloat16, both = cases_of(bench, "dense"), cases_of(bench, "dense", fp16=True)
+    further = len(bfloat16) - len(cases)
+    assert len(both) == len(bfloat16) + 108 + further
+    assert sum(c.dtype == torch.float16 for c in both) == 108 + further
+
+
+def test_dense_cases_of_a_kind(bench):
+    """Forwards with shapes of their own, none of them like a row without a kind."""
+    rows, kinds = set(), {}
+    for case in cases_of(bench, "dense"):
+        rows.add(bench("report").describe(case.row()))
+        if "kind" not in case.extra:
+            continue
+        kinds.setdefault(case.extra["kind"], []).append(case)
+        assert (case.direction, case.dtype, case.tf32) == ("fwd", torch.bfloat16, None)
+        query, key, value = case.make("meta")
+        batch, heads, seqlen, head_dim = query.shape
+        assert (seqlen, head_dim) == (case.seqlen, case.head_dim) and batch * seqlen == 16384
+        gqa = f"/{key.shape[1]}" if key.shape[1] != heads else ""
+        assert re.match(rf"B{batch} H{heads}{gqa}(,|$)", case.case)
+        assert case.kwargs.get("enable_gqa", False) == bool(gqa)
+        assert key.shape[:3] == value.shape[:3] == (batch, key.shape[1], seqlen)
+        assert case.draw("meta")[0].shape == (batch, heads, seqlen, value.shape[3])
+        whole = 2 * batch * heads * seqlen * seqlen * (head_dim + value.shape[3])
+        if case.extra["kind"] != "window":
+            assert case.forward_flop == (whole / 2 if case.causal else whole)
+    assert len(rows) == len(cases_of(bench, "dense"))
+    counts = {"short": 3 * 2 * 2, "gqa": 2 * 8 * 2, "head_dim": 3 * 2 * 2, "window": 1}
+    assert {kind: len(cases) for kind, cases in kinds.items()} == counts
+    assert {case.make("meta")[1].shape[1] for case in kinds["gqa"]} == {8}
+    values = {(c.head_dim, c.make("meta")[2].shape[3]) for c in kinds["head_dim"]}
+    assert values == {(80, 80), (96, 96), (192, 128)}
+    for case in kinds["head_dim"]:
+        assert case.case.endswith("H16, d 192, 128 values" if case.head_dim == 192 else "H16")
+    (window,) = kinds["window"]
+    seen = torch.ones(16384, 16384, dtype=torch.bool).tril().triu(-1024).sum()
+    assert window.forward_flop == 4 * 16 * 128 * int(seen)
+    assert window.kwargs == {"is_causal": True, "window": (1024, 0)} and "1024" in window.case
+
+
+def test_dense_targets(bench):
+    def row(case="B8 H16", **values):
+        shape = {"dtype": "bfloat16", "head_dim": 128, "seqlen": 2048, "direction": "fwd"}
+        return {"case": case, "backend": "sm90", "unit": "TFLOP/s", **shape, **values}
+
+    def line(start, *rows):
+        lines = bench("suites.dense").verdict(list(rows))
+        (found,) = [line for line in lines if line.startswith(f"target: {start}")]
+        return found
+
+    best, main = "sm90 of the best of fa3 and cudnn", row(flashbpt=1.1, cudnn=1.0)
+    for kind, start in [
+        ("short", f"{best}, short"),
+        ("gqa", f"{best}, shared heads"),
+        ("head_dim", "sm90 of its best peer, other head dims"),
+    ]:
+        for ours, end in [(1.0, ", met"), (0.99, "MISSED")]:
+            other = row(kind=kind, flashbpt=ours, fa3=0.5, cudnn=1.0, fa2=None, efficient=9.0)
+            refused = row(kind=kind, flashbpt=0.1, fa3=None, cudnn=None)
+            found = line(start, main, other, refused)
+            assert found.endswith(end) and " 1 rows" in found
+            found = line("sm90 of its best peer, bfloat16", main, other)
+            assert found.endswith(", met") and " 1 rows" in found
+    for ours, end in [(1.0, ", met"), (0.99, "MISSED")]:
+        assert line("sm90 of fa3, window", row(kind="window", flashbpt=ours, fa3=1.0)).endswith(end)
 
 
 def test_varlen_cases(bench):
@@ -172,10 +272,14 @@ def test_varlen_cases(bench):
     assert set(lengths["all 512"]) == {512}
     longest, *short = sorted(lengths["one long, many short"], reverse=True)
     assert longest == 16384 and max(short) <= 512
+    longest, *short = sorted(lengths["mean 1K, tail to 16K"], reverse=True)
+    assert longest == 16384 and max(short) < 4096
+    assert 900 < 32768 / (1 + len(short)) < 1150 and sorted(short)[len(short) // 2] < 512
     assert lengths == bench("suites.varlen").lengths()  # the same in every run
     cases = cases_of(bench, "varlen")
-    assert len(cases) == 2 * 4 * 2 * 3
+    assert len(cases) == 2 * 5 * 2 * 3
     for case in cases:
+        assert set(case.others) == {"fa2"} | ({"fa3"} if case.direction == "fwd" else set())
         seqlens = lengths[case.case.split(":")[0]]
         flop = sum(4 * 2048 * n * n for n in seqlens)
         assert case.forward_flop == (flop / 2 if case.causal else flop)
@@ -183,6 +287,20 @@ def test_varlen_cases(bench):
         query, *_, longest = case.make("meta")
         assert query.shape == (32768, 2048 // case.head_dim, case.head_dim)
         assert longest == max(seqlens)
+
+
+def test_varlen_targets(bench):
+    def lines(case, ours, direction="fwd", backend="sm90"):
+        row = {"case": case, "backend": backend, "direction": direction, "unit": "TFLOP/s"}
+        rows = [{**row, "flashbpt": ours, "fa2": 0.5, "fa3": 1.0}]
+        return [line for line in bench("suites.varlen").verdict(rows) if "fa3" in line]
+
+    heavy = "mean 1K, tail to 16K: 32 sequences, H16"
+    for ours, end in [(1.05, ", met"), (1.04, "MISSED")]:
+        every, one = lines(heavy, ours)
+        assert every.startswith("target: sm90 of fa3, fwd, 1 rows") and one.endswith(end)
+    assert len(lines("all 512: 64 sequences, H16", 1.0)) == 1
+    assert not lines(heavy, 1.0, direction="bwd") and not lines(heavy, 1.0, backend="sm80")
 
 
 def test_masks_cases(bench):
@@ -199,11 +317,28 @@ def test_masks_cases(bench):
         assert (case.forward_flop is not None) == (other == "efficient")
         query, *_ = case.make("meta")
         assert query.shape == (2, 2048 // case.head_dim, case.seqlen, case.head_dim)
+        for value in case.keywords("meta").values():
+            assert not isinstance(value, torch.Tensor) or value.shape == (query.shape[1],)
     counts = {"efficient": 3 * 8 + 4, "flag": 8, "unmasked": 8, "no_dropout": 4, "no_bias_grad": 4}
+    counts |= dict.fromkeys(("no_bias", "no_softcap", "no_sinks", "no_alibi"), 1)
     assert {other: len(held) for other, held in by_other.items()} == counts
-    assert len(names) == len(rows) - 8 - 4  # two rows of what runs against two others
-    for other, bar in {"flag": 1.25, "unmasked": 0.62, "no_dropout": 1.35}.items():
-        assert {case.extra["bar"] for case in by_other[other]} == {bar}
+    assert len(names) == len(rows) - 8 - 4 - 1  # two rows of what runs against two others
+    forwards = {"no_bias": 0.6, "no_softcap": 0.85, "no_sinks": 0.95, "no_alibi": 0.95}
+    for other, rate in forwards.items():
+        (case,) = by_other[other]
+        assert (case.direction, case.head_dim, case.seqlen) == ("fwd", 128, 8192)
+        assert case.extra["bar"] == pytest.approx(1 / rate)
+    for other, fwd, both in [
+        ("flag", 1 / 0.85, 1.25),
+        ("unmasked", 0.6, 0.62),
+        ("no_dropout", 1 / 0.75, 1.35),
+    ]:
+        bars = {(case.direction, case.extra["bar"]) for case in by_other[other]}
+        assert bars == {("fwd", fwd), ("fwd+bwd", both)}
+    keywords = {k: v for case in cases for k, v in case.keywords("cpu").items()}
+    assert set(keywords) == {"dropout_p", "softcap", "sinks", "alibi_slopes"}
+    slopes = keywords["alibi_slopes"]
+    assert slopes[-1] == 2**-8 and slopes[1] / slopes[0] == pytest.approx(2**-0.5)
 
 
 @pytest.mark.parametrize("suite", CUDA_SUITES)
@@ -224,7 +359,7 @@ def test_cuda_suites_run(bench, cuda_peers, suite):
     for row in rows:
         row["backend"] = "sm80"
     verdict = "\n".join(bench(f"suites.{suite}").verdict(rows))
-    expected = {"dense": (6 + 4, 0), "varlen": (3, 0), "masks": (2, 7)}
+    expected = {"dense": (6 + 4, 0), "varlen": (3, 0), "masks": (2, 11)}
     assert (verdict.count("target:"), verdict.count("bar:")) == expected[suite]
 
 

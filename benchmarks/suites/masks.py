@@ -3,7 +3,7 @@
 Against PyTorch's memory-efficient attention, the only one that takes a mask, in TFLOP/s: a forward
 counts 4 * B * H * S * S * D operations, half of it where the mask is causal in content. Against
 flashbpt itself without what the row measures, in microseconds, with a bar on how many times longer
-it may take.
+it may take. Softcap, sinks and ALiBi have such rows alone, forwards of the longest sequences.
 """
 
 import functools
@@ -21,8 +21,19 @@ from flashbpt import attention
 BATCH, CHANNELS = 2, 2048
 DROPOUT = 0.1
 TIMES_EFFICIENT = 1.8
-# What flashbpt runs as beside itself, and the times of that which the row may take.
-BARS = {"flag": 1.25, "unmasked": 0.62, "no_dropout": 1.35, "no_bias_grad": None}
+SOFTCAP = 30.0
+# What flashbpt runs as beside itself, and the times of that which the row may take, by direction;
+# of a forward most are fractions of the rate.
+BARS = {
+    "flag": {"fwd": 1 / 0.85, "fwd+bwd": 1.25},
+    "unmasked": {"fwd": 0.60, "fwd+bwd": 0.62},
+    "no_dropout": {"fwd": 1 / 0.75, "fwd+bwd": 1.35},
+    "no_bias": {"fwd": 1 / 0.6},
+    "no_softcap": {"fwd": 1 / 0.85},
+    "no_sinks": {"fwd": 1 / 0.95},
+    "no_alibi": {"fwd": 1 / 0.95},
+    "no_bias_grad": {"fwd+bwd": None},
+}
 
 
 def rows(options: Options) -> Iterator[Row]:
@@ -36,7 +47,8 @@ def cases(options: Options) -> Iterator[Case]:
     for dtype, head_dim, seqlen, direction in itertools.product(
         dtypes, (64, 128), seqlens, ("fwd", "fwd+bwd")
     ):
-        case = functools.partial(_case, channels // head_dim, seqlen, head_dim, dtype, direction)
+        heads = channels // head_dim
+        case = functools.partial(_case, heads, seqlen, head_dim, dtype, direction)
         yield case("bias (1,H,S,S)", _bias, "efficient", _efficient)
         yield case("random half (1,1,S,S)", _random, "efficient", _efficient)
         yield case("causal in content (1,1,S,S)", _causal, "efficient", _efficient)
@@ -46,6 +58,14 @@ def cases(options: Options) -> Iterator[Case]:
             kwargs = {"dropout_p": DROPOUT}
             other = ("no_dropout", _unmasked)
             yield case(f"dropout {DROPOUT}", None, *other, kwargs=kwargs, same_result=False)
+        if (direction, head_dim, seqlen) == ("fwd", 128, seqlens[-1]):
+            yield case("bias (1,H,S,S)", _bias, "no_bias", _unmasked, same_result=False)
+            for name, other, kwargs in (
+                (f"softcap {SOFTCAP:g}", "no_softcap", {"softcap": SOFTCAP}),
+                ("sinks (H,)", "no_sinks", {"sinks": functools.partial(_sinks, heads)}),
+                ("ALiBi (H,)", "no_alibi", {"alibi_slopes": functools.partial(_slopes, heads)}),
+            ):
+                yield case(name, None, other, _unmasked, kwargs=kwargs, same_result=False)
         if direction == "fwd+bwd":
             name = "bias (1,H,S,S) with gradient"
             yield case(name, _bias, "efficient", _efficient, leaves=4)
@@ -68,6 +88,15 @@ def _causal(heads, seqlen, dtype, device):
 def _half(heads, seqlen, dtype, device):
     visible = torch.arange(seqlen, device=device) < seqlen // 2
     return visible.expand(BATCH, 1, 1, seqlen).contiguous()
+
+
+def _sinks(heads, device):
+    return torch.randn(heads, device=device)
+
+
+def _slopes(heads, device):
+    """From 2 ** (-8 / heads) down to 2 ** -8, a geometric series."""
+    return torch.exp2(-8 * torch.arange(1, heads + 1, device=device) / heads)
 
 
 def _efficient(query, key, value, mask):
@@ -97,7 +126,7 @@ def _case(heads, seqlen, head_dim, dtype, direction, name, mask, other, function
         rest |= {"forward_flop": flop}
         function = PEERS["efficient"] and function
     else:
-        rest |= {"extra": {"bar": BARS[other]}}
+        rest |= {"extra": {"bar": BARS[other][direction]}}
     return Case(
         case=f"{name}, B{BATCH} H{heads}",
         dtype=dtype,
@@ -117,7 +146,7 @@ def verdict(rows: list[Row]) -> list[str]:
         held = [row for row in rows if row["direction"] == direction]
         ratios = [ratio(row) for row in held if row.get("efficient")]
         lines += target(f"of efficient, {direction}", ratios, worst=TIMES_EFFICIENT)
-        for other, bar in BARS.items():
+        for other, bars in BARS.items():
             times = [1 / ratio(row) for row in held if row.get(other)]
-            lines += bar_line(f"time of {other}, {direction}", times, bar)
+            lines += bar_line(f"time of {other}, {direction}", times, bars.get(direction))
     return lines

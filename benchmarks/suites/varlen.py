@@ -1,7 +1,7 @@
 """`varlen`: packed sequences on CUDA against torch.nn.attention.varlen, in TFLOP/s.
 
-32768 tokens and 2048 channels in every row. A forward counts 4 * H * L * L * D operations for a
-sequence of length L, half of it under a causal mask.
+32768 tokens and 2048 channels in every row. A forward runs against FlashAttention-3 too, and counts
+4 * H * L * L * D operations for a sequence of length L, half of it under a causal mask.
 """
 
 import functools
@@ -16,6 +16,12 @@ from peers import VARLEN_PEERS
 from report import Row, ratio, target
 
 TOKENS, CHANNELS = 32768, 2048
+HEAVY_TAIL = "mean 1K, tail to 16K"
+SHORTEST, LONGEST = 256, 16384  # of these
+TAIL = 1.2  # the exponent of their Pareto distribution
+PEERS = ("fa2",)
+FORWARD_PEERS = ("fa3", *PEERS)
+HEAVY_TAIL_WORST = 1.05  # of FlashAttention-3's rate
 
 
 def rows(options: Options) -> Iterator[Row]:
@@ -27,17 +33,25 @@ def lengths(quick: bool = False) -> dict[str, list[int]]:
     scale = 64 if quick else 1
     tokens = TOKENS // scale
 
-    def fill(filled, low, high, seed):
-        generator = random.Random(seed)
+    def fill(filled, draw):
         while (left := tokens - sum(filled)) > 0:
-            filled = [*filled, min(left, generator.randint(low // scale, high // scale))]
+            filled = [*filled, min(left, draw())]
         return filled
 
+    def uniform(low, high, seed):
+        generator = random.Random(seed)
+        return lambda: generator.randint(low // scale, high // scale)
+
+    def heavy_tail(seed):
+        generator = random.Random(seed)
+        return lambda: min(LONGEST, int(SHORTEST * generator.paretovariate(TAIL))) // scale
+
     return {
-        "128..4096 A": fill([], 128, 4096, seed=1),
-        "128..4096 B": fill([], 128, 4096, seed=2),
-        "one long, many short": fill([tokens // 2], 64, 512, seed=3),
-        "all 512": fill([], 512, 512, seed=0),
+        "128..4096 A": fill([], uniform(128, 4096, seed=1)),
+        "128..4096 B": fill([], uniform(128, 4096, seed=2)),
+        "one long, many short": fill([tokens // 2], uniform(64, 512, seed=3)),
+        "all 512": fill([], uniform(512, 512, seed=0)),
+        HEAVY_TAIL: fill([], heavy_tail(seed=19)),
     }
 
 
@@ -73,8 +87,8 @@ def _case(name, seqlens, heads, dtype, head_dim, causal, direction) -> Case:
         direction=direction,
         make=make,
         others={
-            peer: function and functools.partial(function, causal=causal)
-            for peer, function in VARLEN_PEERS.items()
+            peer: VARLEN_PEERS[peer] and functools.partial(VARLEN_PEERS[peer], causal=causal)
+            for peer in (FORWARD_PEERS if direction == "fwd" else PEERS)
         },
         forward_flop=4 * heads * sum(n * n for n in seqlens) * head_dim / (2 if causal else 1),
         op="varlen_attention",
@@ -89,4 +103,13 @@ def verdict(rows: list[Row]) -> list[str]:
             ratio(row, "fa2") for row in rows if row["direction"] == direction and row.get("fa2")
         ]
         lines += target(f"of varlen_attn, {direction}", held, mean=1.0)
+    held = [
+        row
+        for row in rows
+        if (row["backend"], row["direction"]) == ("sm90", "fwd") and row.get("fa3")
+    ]
+    heavy = [row for row in held if row["case"].startswith(f"{HEAVY_TAIL}:")]
+    lines += target("sm90 of fa3, fwd", [ratio(row, "fa3") for row in held])
+    ratios = [ratio(row, "fa3") for row in heavy]
+    lines += target(f"sm90 of fa3, {HEAVY_TAIL}, fwd", ratios, worst=HEAVY_TAIL_WORST)
     return lines

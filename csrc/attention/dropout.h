@@ -91,12 +91,12 @@ class DropoutTile {
     }
     return bits;
   }
-  // All of it, in little code and few registers: two pieces side by side.
+  // All of it, in little code: four pieces side by side, since each waits for its last round.
   __device__ void draw_all(Kept& kept) const {
 #pragma unroll 1
     for (int first = 0; first < 4 * Kept::kWords; first += 4) {
       uint32_t bits = 0;
-#pragma unroll 2
+#pragma unroll
       for (int i = 0; i < 4; ++i) bits |= draw(first + i) << (8 * i);
       kept.append_word(bits);
     }

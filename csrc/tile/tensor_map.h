@@ -29,7 +29,8 @@ inline std::string describe(const TensorView& t, const uint64_t (&sizes)[4], int
 
 // Boxes of 64 columns x box_rows rows of one head, with 128-byte swizzle, of a 16-bit tensor
 // [batch, heads, rows, cols]. What lies outside of a head reads as zero. The address and the
-// strides have to be multiples of 16 bytes.
+// strides have to be multiples of 16 bytes. A dimension of heads or batch elements that is
+// broadcast (stride 0) has one coordinate, 0.
 inline CUtensorMap make_tensor_map(const TensorView& t, int64_t cols, int64_t rows, int64_t heads,
                                    int64_t batch, int box_rows) {
   static const auto encode = [] {
@@ -43,12 +44,16 @@ inline CUtensorMap make_tensor_map(const TensorView& t, int64_t cols, int64_t ro
     throw std::runtime_error("flashbpt: the CUDA driver has no cuTensorMapEncodeTiled");
   }
   // Strides of dimensions of size 1 may be anything; the map wants multiples of 16 bytes.
-  const auto stride = [](int64_t size, int64_t elements) {
+  const auto stride = [](uint64_t size, int64_t elements) {
     return size > 1 ? static_cast<uint64_t>(elements) * 2 : uint64_t{16};
   };
+  const auto steps = [](int64_t size, int64_t stride) {
+    return static_cast<uint64_t>(stride == 0 ? 1 : size);
+  };
   const uint64_t sizes[] = {static_cast<uint64_t>(cols), static_cast<uint64_t>(rows),
-                            static_cast<uint64_t>(heads), static_cast<uint64_t>(batch)};
-  const uint64_t strides[] = {stride(rows, t.row), stride(heads, t.head), stride(batch, t.batch)};
+                            steps(heads, t.head), steps(batch, t.batch)};
+  const uint64_t strides[] = {stride(rows, t.row), stride(sizes[2], t.head),
+                              stride(sizes[3], t.batch)};
   const uint32_t box[] = {64, static_cast<uint32_t>(box_rows), 1, 1}, every[] = {1, 1, 1, 1};
   CUtensorMap map;
   const CUresult code = encode(&map,

@@ -1,14 +1,15 @@
 // S = scale * Q K^T   P = exp2(S - reference)   l = sum P   O = P V / l   LSE = reference + log l
 //
 // Who does what: a block stays on its multiprocessor and takes one tile of query rows of one head
-// after the other, the longest first, from a counter. One warp of warpgroup 0 finds them and copies
-// Q, K and V by TMA; the others (math warpgroups) own 64 rows each. They walk over the keys from
-// the first tile on, so that blocks which start together share what the cache holds; S, P and O
-// stay in registers.
+// after the other, the longest first, from a counter. A warp of warpgroup 0 finds them and copies
+// Q, K and V by TMA (copies.cuh); the others (math warpgroups) own 64 rows each. They walk over the
+// keys from the first tile on, so that blocks which start together share what the cache holds; S, P
+// and O stay in registers.
 //
 // A step of a math warpgroup issues S of a tile and, behind it, O += P V of the tile before; while
 // the tensor cores do the latter it makes P of this tile. The warpgroups take turns to issue, so
-// that one multiplies while another exponentiates.
+// that one multiplies while another exponentiates. S of the next work's first tile comes behind the
+// last O += P V, beside the output.
 //
 // P is made by the reference as it stands, without a maximum (attention/softmax.h, weigh_ahead). S
 // is kept until that has proved right; if not, O and the sums move to a new reference.
@@ -21,6 +22,7 @@
 //   bias (an additive mask): as q
 //   works: full   the copying thread; a Work may be read        empty   each math warp
 // Named barriers: kTurn + w, 256 threads: warpgroup w may issue (the one before arrives).
+//                 kCleared + w, 128 threads: its warps have cleared what follows a sequence in V
 //
 // docs/attn_fwd_sm90.md
 #pragma once
@@ -30,213 +32,31 @@
 #include "../../ptx/barrier.h"
 #include "../../ptx/grid.h"
 #include "../../ptx/setmaxnreg.h"
-#include "../../ptx/tma.h"
-#include "../../tile/pipeline.h"
 #include "../../tile/store_pairs.h"
-#include "../../tile/wgmma_operand.h"
-#include "config.h"
-#include "schedule.h"
+#include "copies.cuh"
+#include "plan.cuh"
 
 namespace flashbpt::sm90 {
 
 template <size_t kRow>
-struct AttnFwd {
-  static constexpr AttnFwdConfig kConfig = kAttnFwdKernels[kRow].config;
-  static constexpr bool kTerms = kAttnFwdKernels[kRow].terms;
-  using T = typename tile::ElementOf<kAttnFwdKernels[kRow].dtype>::Type;
+struct AttnFwd : AttnFwdPlan<kRow> {
+  using Plan = AttnFwdPlan<kRow>;
+  using Plan::bias_at, Plan::kv_at, Plan::kv_pipe, Plan::kWarpgroups, Plan::q_at, Plan::smem;
+  using Plan::kBlockK, Plan::kConfig, Plan::kStageBytes, Plan::kStages, Plan::kTerms, Plan::p;
+  using Plan::Plan;
+  using Plan::work_at, Plan::work_pipe;
+  using typename Plan::T, typename Plan::TileBias, typename Plan::TileK, typename Plan::TileQ;
+  using typename Plan::TileV;
 
-  static constexpr int kBlockQ = kConfig.block_q(), kBlockK = kConfig.block_k;
-  static constexpr int kWarpgroups = kConfig.warpgroups;
-  static constexpr int kWorks = 4;  // known at a time: one ends, one runs, two are being copied
-  static constexpr int kQStages = kConfig.q_stages, kStages = kConfig.stages;
   static constexpr int kN = kBlockK / 8;        // column pieces of S
   static constexpr int kO = kConfig.dim_v / 8;  // and of O
   enum NamedBarrier { kTurn = 1, kCleared = kTurn + kWarpgroups };
 
-  using TileQ = tile::SwizzledTile<64, kConfig.head_dim>;  // of a warpgroup
-  using TileK = tile::SwizzledTile<kBlockK, kConfig.head_dim>;
-  using TileV = tile::SwizzledTile<kBlockK, kConfig.dim_v>;
-  static constexpr int kStageBytes = kConfig.stage_bytes();
-  using TileBias = tile::SwizzledTile<64, kBlockK>;  // of a warpgroup
-  static constexpr int kBiasStages = kConfig.bias_stages;
   using Softmax = OnlineSoftmax<1, kTerms>;
   using Kept = KeptBits<1, kN>;
   using Scores = float[1][kN][4];
   using Output = float[1][kO][4];
   using Weights = uint32_t[kN / 2][4];  // P as operand a
-
-  struct SmemPlan {
-    alignas(1024) char q[kQStages][kWarpgroups][TileQ::kBytes];
-    char kv[kStages][kStageBytes];  // K_0, then K_i and V_i-1 in turns, V_last
-    char bias[kBiasStages][kWarpgroups][TileBias::kBytes];
-    tile::PipelineSmem<kQStages> q_pipes[kWarpgroups];
-    tile::PipelineSmem<kTerms ? kBiasStages : 1> bias_pipes[kTerms ? kWarpgroups : 0];
-    tile::PipelineSmem<kStages> kv_pipe;
-    tile::PipelineSmem<kWorks> work_pipe;
-    Work works[kWorks];
-    // Of the tile of K in a stage: its first key, + 1 where a mask has to be looked at. Of a tile
-    // of V: the keys from its first one on.
-    int kv_words[kStages];
-  };
-  static_assert(sizeof(SmemPlan) <= kConfig.smem_bytes());
-
-  const AttnFwdKernelParams& p;
-  SmemPlan& smem;
-  const tile::Pipeline<kStages> kv_pipe{smem.kv_pipe};
-  const tile::Pipeline<kWorks> work_pipe{smem.work_pipe};
-  tile::RingPlace<kQStages> q_at;
-  tile::RingPlace<kStages> kv_at;
-  tile::RingPlace<kTerms ? kBiasStages : 1> bias_at;
-  tile::RingPlace<kWorks> work_at;
-
-  __device__ AttnFwd(const AttnFwdKernelParams& p, SmemPlan& smem) : p(p), smem(smem) {}
-
-  __device__ tile::Pipeline<kQStages> q_pipe(int warpgroup) const {
-    return {smem.q_pipes[warpgroup]};
-  }
-
-  __device__ auto bias_pipe(int warpgroup) const {
-    return tile::Pipeline<kTerms ? kBiasStages : 1>{smem.bias_pipes[warpgroup]};
-  }
-
-  // By one thread, before anybody waits.
-  __device__ void init() const {
-    constexpr int kMathWarps = 4 * kWarpgroups;
-    for (int w = 0; w < kWarpgroups; ++w) {
-      q_pipe(w).init(4);
-      if (kTerms) bias_pipe(w).init(4);
-    }
-    kv_pipe.init(kMathWarps);
-    work_pipe.init(kMathWarps);
-    ptx::fence_mbarrier_init();
-    ptx::prefetch_tensor_map(p.q_map);
-    ptx::prefetch_tensor_map(p.k_map);
-    ptx::prefetch_tensor_map(p.v_map);
-    if (additive()) ptx::prefetch_tensor_map(p.bias_map);
-  }
-
-  // -------------------------------------------------------------------------------- the copies
-
-  // One thread copies; the others of its warp help to look at masks.
-  static constexpr int kCopyThreads = kTerms ? 32 : 1;
-  static __device__ bool leads() { return kTerms ? threadIdx.x == 0 : true; }
-
-  __device__ void copy() {
-    const uint32_t count = p.order.count();
-    int sequence = 0;
-    for (uint32_t index = blockIdx.x; index < count;) {
-      uint32_t next = 0;
-      if (leads()) {
-        next = gridDim.x + atomicAdd(p.counters, 1);
-        work_pipe.wait_empty(work_at);
-      }
-      Work& work = smem.works[work_at.stage()];
-      find_work<kBlockQ, kBlockK, kTerms>(p, index, sequence, work);
-      hand_out();
-      if (kTerms) __syncwarp();
-      if (work.tiles > 0) copy_work(work);
-      index = kTerms ? __shfl_sync(~0u, next, 0) : next;
-    }
-    if (!leads()) return;
-    work_pipe.wait_empty(work_at);
-    smem.works[work_at.stage()].batch = -1;
-    hand_out();
-    // The last block to end leaves the counters as it found them.
-    __threadfence();
-    if (atomicAdd(p.counters + 1, 1) == static_cast<int>(gridDim.x) - 1)
-      p.counters[0] = p.counters[1] = 0;
-  }
-
-  __device__ void hand_out() {
-    if (leads()) ptx::mbarrier_arrive(work_pipe.full(work_at));
-    work_at.advance();
-  }
-
-  // Where the keys of a work are in K and V.
-  struct KeyRows {
-    int begin, end;  // of the sequence
-    int head, batch;
-  };
-
-  __device__ void copy_work(const Work& work) {
-    MaskWindow window;
-    const bool masked = kTerms && p.mask_tiles.data != nullptr;
-    const auto tile_number = [&](int i, int before) {
-      if (!masked) return work.tile<kTerms>(i);
-      return window.next(before + 1, work.tile_end, true, [&](int tile) {
-        return mask_state<kBlockQ, kBlockK>(p, work.batch, work.head, work.q0, tile);
-      });
-    };
-    // Packed tensors have one batch element.
-    const int batch = p.packed() ? 0 : work.batch, tiles = work.tiles;
-    const KeyRows keys{work.k_begin, work.k_begin + work.keys.len_k, work.kv_head, batch};
-    const auto copy_k = [&](int tile) {
-      const bool looks_at_mask = masked && !window.full(tile);
-      copy_keys<TileK>(p.k_map, keys, tile, tile * kBlockK + looks_at_mask);
-    };
-    const auto copy_v = [&](int tile) {
-      copy_keys<TileV>(p.v_map, keys, tile, keys.end - keys.begin - tile * kBlockK);
-    };
-    int tile = tile_number(0, work.tile_begin - 1);
-    copy_k(tile);
-    if (leads()) {
-      const int row = work.q_begin + work.q0, head = work.head;
-      for (int w = 0; w < kWarpgroups; ++w) {
-        q_pipe(w).start_filling(q_at, TileQ::kBytes);
-        copy_tile<TileQ>(smem.q[q_at.stage()][w], p.q_map, q_pipe(w).full(q_at),
-                         ptx::CacheHint::kEvictFirst, row + 64 * w, head, batch);
-      }
-    }
-    q_at.advance();
-    copy_bias(work, tile);
-    for (int i = 1; i < tiles; ++i) {
-      const int next = tile_number(i, tile);
-      copy_k(next);
-      copy_v(tile);
-      copy_bias(work, next);
-      tile = next;
-    }
-    copy_v(tile);
-  }
-
-  template <typename Tile>
-  __device__ void copy_keys(const CUtensorMap& map, const KeyRows& keys, int tile, int word) {
-    if (leads()) {
-      kv_pipe.wait_empty(kv_at);
-      smem.kv_words[kv_at.stage()] = word;
-      ptx::mbarrier_arrive_expecting(kv_pipe.full(kv_at), Tile::kBytes);
-      copy_tile<Tile>(smem.kv[kv_at.stage()], map, kv_pipe.full(kv_at), ptx::CacheHint::kEvictLast,
-                      keys.begin + tile * kBlockK, keys.head, keys.batch);
-    }
-    kv_at.advance();
-  }
-
-  __device__ void copy_bias(const Work& work, int tile) {
-    if (!additive()) return;
-    if (leads()) {
-      for (int w = 0; w < kWarpgroups; ++w) {
-        bias_pipe(w).start_filling(bias_at, TileBias::kBytes);
-        copy_tile<TileBias>(smem.bias[bias_at.stage()][w], p.bias_map, bias_pipe(w).full(bias_at),
-                            ptx::CacheHint::kEvictFirst, work.q0 + 64 * w,
-                            p.mask.head == 0 ? 0 : work.head, p.mask.batch == 0 ? 0 : work.batch,
-                            tile * kBlockK);
-      }
-    }
-    bias_at.advance();
-  }
-
-  // Chunk by chunk; what lies outside of the tensor becomes zeros.
-  template <typename Tile>
-  static __device__ void copy_tile(char* to, const CUtensorMap& map, uint32_t full,
-                                   ptx::CacheHint hint, int row, int head, int batch,
-                                   int first_col = 0) {
-#pragma unroll
-    for (int c = 0; c < Tile::kChunks; ++c)
-      ptx::tma_load_4d(tile::smem_address(to) + c * Tile::kChunkBytes, map, full, hint,
-                       first_col + c * Tile::kChunkCols, row, head, batch);
-  }
-
-  // -------------------------------------------------------------------------- a math warpgroup
 
   struct Operands {
     tile::SmemOperand<TileQ, ptx::Major::kInner> q;  // one stage after kWarpgroups tiles
@@ -267,7 +87,7 @@ struct AttnFwd {
           ptx::wgmma_wait<0>();
           ptx::pin(s[0]);
         }
-        Softmax softmax(p.score.unit, additive());
+        Softmax softmax(p.score.unit, this->additive());
         Output o;
 #pragma unroll
         for (int i = 0; i < 4 * kO; ++i) o[0][i / 4][i % 4] = 0.0f;
@@ -301,7 +121,7 @@ struct AttnFwd {
 
   // Q and K of a work's first tile.
   __device__ void wait_first_copies(int warpgroup) const {
-    q_pipe(warpgroup).wait_full(q_at);
+    this->q_pipe(warpgroup).wait_full(q_at);
     kv_pipe.wait_full(kv_at);
   }
   // S = Q K^T, issued.
@@ -329,7 +149,7 @@ struct AttnFwd {
       }
       step(work, operands, warpgroup, i, p_next_reg, p_reg, o, softmax);
     }
-    q_pipe(warpgroup).release(q_at);
+    this->q_pipe(warpgroup).release(q_at);
     q_at.advance();
     if (i < tiles) pass_turn(warpgroup);
     // O += P V
@@ -455,7 +275,6 @@ struct AttnFwd {
     return {word & ~1, (word & 1) != 0};
   }
 
-  __device__ bool additive() const { return kTerms && p.mask && !p.boolean_mask(); }
   __device__ bool drops() const { return kTerms && p.dropout_threshold > 0; }
 
   // Of the sequence, from an element on.
@@ -498,18 +317,18 @@ struct AttnFwd {
     const int row = work.q0 + row_of(warpgroup), col = keys.begin + col_of();
     if constexpr (kTerms) {
       // A bias takes the scale along.
-      const bool only_bias = additive() && p.cap == 0.0f && work.slope == 0.0f;
+      const bool only_bias = this->additive() && p.cap == 0.0f && work.slope == 0.0f;
       if (p.score.natural && !only_bias)
         add_terms(s, work.slope, static_cast<float>(row + work.keys.diagonal - col));
       else if (!p.score.natural && p.score.sign != 1.0f)
         ScoreTerms::for_each(s, [&](float& x, int, int) { x *= p.score.sign; });
-      if (additive()) {
-        bias_pipe(warpgroup).wait_full(bias_at);
+      if (this->additive()) {
+        this->bias_pipe(warpgroup).wait_full(bias_at);
         add_bias<T, TileBias>(s[0], only_bias ? p.scale_fp32 : 1.0f,
                               tile::smem_address(smem.bias[bias_at.stage()][warpgroup]), row_of(0),
                               col_of());
         __syncwarp();
-        bias_pipe(warpgroup).release(bias_at);
+        this->bias_pipe(warpgroup).release(bias_at);
         bias_at.advance();
       } else if (keys.masked) {
         mask_part(work, row, col).apply(s[0]);
@@ -589,21 +408,23 @@ struct AttnFwd {
 };
 
 template <size_t kRow>
-__global__ void __launch_bounds__(AttnFwd<kRow>::kConfig.threads(), 1)
+__global__ void __launch_bounds__(AttnFwdPlan<kRow>::kConfig.threads(), 1)
     attn_fwd_kernel(const __grid_constant__ AttnFwdKernelParams p) {
   ptx::follow_earlier_grids();
-  using Fwd = AttnFwd<kRow>;
+  using Copies = AttnFwdCopies<kRow>;
+  constexpr AttnFwdConfig kConfig = Copies::kConfig;
   extern __shared__ __align__(1024) char smem_raw[];
-  Fwd fwd(p, *reinterpret_cast<typename Fwd::SmemPlan*>(smem_raw));
-  if (threadIdx.x == 0) fwd.init();
+  auto& smem = *reinterpret_cast<typename Copies::SmemPlan*>(smem_raw);
+  Copies copies(p, smem);
+  if (threadIdx.x == 0) copies.init();
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the same, and known to be
   if (warpgroup == 0) {
-    ptx::give_registers<Fwd::kConfig.copy_regs>();
-    if (threadIdx.x < Fwd::kCopyThreads) fwd.copy();
+    ptx::give_registers<kConfig.copy_regs>();
+    if (threadIdx.x < Copies::kCopyThreads) copies.copy();
   } else {
-    ptx::take_registers<Fwd::kConfig.math_regs>();
-    fwd.compute(warpgroup - 1);
+    ptx::take_registers<kConfig.math_regs>();
+    AttnFwd<kRow>(p, smem).compute(warpgroup - 1);
   }
 }
 

@@ -34,28 +34,29 @@ size_t choose_row(const AttentionParams& p) {
          kAttnFwdKernels;
 }
 
-// Strides of dimensions of size 1 do not matter; a broadcast dimension has no stride to step by.
+// Strides of dimensions of size 1 do not matter; rows that are all the same have no stride to step
+// by.
 bool has_map(const TensorView& t, int64_t batch, int64_t heads, int64_t rows) {
-  const auto steps = [](int64_t size, int64_t stride) { return size <= 1 || stride > 0; };
-  return t.col == 1 && row_access(t, batch, heads, rows) >= 16 && steps(batch, t.batch) &&
-         steps(heads, t.head) && steps(rows, t.row);
+  return t.col == 1 && row_access(t, batch, heads, rows) >= 16 && (rows <= 1 || t.row > 0);
 }
 
 // Where all tiles are equally long, those of one head (of one group) run together, so that few keys
 // are in use at once; else the longest of as many heads as fit the cache, and last of all the
 // shortest of all heads: as many as keep the device busy for as long as the longest tile takes.
+// Boolean masks are taken for causal ones.
 TileOrder order_of(const AttnFwdKernelParams& p, const AttnFwdConfig& c,
                    const DeviceLimits& device) {
   const int64_t heads = p.packed() ? p.heads_q : p.batch * p.heads_q;
   const int64_t tiles = ceil_div(p.len_q, c.block_q()) + (p.packed() ? p.batch : 0);
   if (p.packed()) return TileOrder::make(tiles, heads, heads, 1, 0, true, 0);
-  if (p.band.right == Band::kNoLimit || p.band.left != Band::kNoLimit) {
+  const bool causal = p.band.right != Band::kNoLimit && p.band.left == Band::kNoLimit;
+  if (!causal && !p.boolean_mask()) {
     return TileOrder::make(tiles, heads, p.group(), 1, 0, true, 0);
   }
   // In keys: a tile's, and what it costs besides.
   const auto cost = [&](int64_t tile) {
     const int64_t last = std::min((tile + 1) * c.block_q(), p.len_q) - 1;
-    return p.keys.end(static_cast<int>(last)) + 320;
+    return (causal ? p.keys.end(static_cast<int>(last)) : last * p.len_k / p.len_q) + 320;
   };
   int64_t late = 0, late_cost = 0;
   const int64_t wanted = device.multiprocessors * cost(tiles - 1) / heads;
@@ -94,7 +95,7 @@ const char* attn_fwd_refusal(const AttentionParams& p, const DeviceLimits& devic
   if (!has_map(p.q, batch, p.heads_q, p.len_q) || !has_map(p.k, batch, p.heads_kv, p.len_k) ||
       !has_map(p.v, batch, p.heads_kv, p.len_k)) {
     return "its copies want unit columns, addresses and strides that are multiples of 16 bytes, no "
-           "broadcast dimension";
+           "row that is broadcast";
   }
   // A block has all keys of its rows: few rows over many keys leave most of the device idle.
   const int64_t tiles = p.heads_q * std::max(batch * ceil_div(p.len_q, 128), sequences);
@@ -121,11 +122,10 @@ void launch_attn_fwd(const AttentionParams& params, const MaskTiles& mask_tiles,
   p.q_map = tile::make_tensor_map(p.q, p.dim, p.len_q, p.heads_q, batch, 64);
   p.k_map = tile::make_tensor_map(p.k, p.dim, p.len_k, p.heads_kv, batch, c.block_k);
   p.v_map = tile::make_tensor_map(p.v, p.dim_v, p.len_k, p.heads_kv, batch, c.block_k);
-  if (p.mask && !p.boolean_mask()) {
-    const auto size = [](int64_t size, int64_t stride) { return stride == 0 ? 1 : size; };
-    p.bias_map = tile::make_tensor_map(p.mask, p.len_k, p.len_q, size(p.heads_q, p.mask.head),
-                                       size(p.batch, p.mask.batch), 64);
-  }
+  if (p.mask && !p.boolean_mask())
+    p.bias_map = tile::make_tensor_map(p.mask, p.len_k, p.len_q, p.heads_q, p.batch, 64);
+  p.q_steps = MapSteps::of(p.q), p.k_steps = MapSteps::of(p.k), p.v_steps = MapSteps::of(p.v);
+  p.bias_steps = MapSteps::of(p.mask);
   p.heads = Divisor(p.heads_q);
   p.group_heads = Divisor(p.group());
   p.score = score_unit(p);

@@ -35,13 +35,22 @@ struct RowKeys {
   }
 };
 
+// From a head or batch element to the next one, in coordinates of a tensor map: 0 where the
+// dimension is broadcast, or packed away.
+struct MapSteps {
+  int head, batch;
+
+  static MapSteps of(const TensorView& t) { return {t.head != 0, t.batch != 0}; }
+};
+
 struct AttnFwdKernelParams : AttentionParams {
   CUtensorMap q_map, k_map, v_map;  // boxes of 64 columns x 64 or block_k rows
   CUtensorMap bias_map;             // of an additive mask, 64 x 64
-  TileOrder order;                  // packed: of room for tiles (attention/find_sequence.h)
-  Divisor heads;                    // of queries
-  Divisor group_heads;              // query heads of a kv head
-  RowKeys keys;                     // dense
+  MapSteps q_steps, k_steps, v_steps, bias_steps;
+  TileOrder order;      // packed: of room for tiles (attention/find_sequence.h)
+  Divisor heads;        // of queries
+  Divisor group_heads;  // query heads of a kv head
+  RowKeys keys;         // dense
   ScoreUnit score;
   float scale_fp32, cap, cap_unit;  // of natural scores: scale, softcap (0: none), their ratio
   MaskTiles mask_tiles;             // data is null without a boolean mask
