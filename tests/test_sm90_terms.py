@@ -135,6 +135,11 @@ def test_packed(cuda, case, dim, dim_v, dtype):
     check(inputs, flashbpt.varlen_attention, reference.varlen_attention)
 
 
+def test_packed_without_any_keys(cuda):
+    inputs = make_varlen(VarlenCase((70, 33), (0, 0), dim=64, dtype="bf16", sinks=True), cuda)
+    check(inputs, flashbpt.varlen_attention, reference.varlen_attention)
+
+
 @pytest.mark.parametrize("alibi", [False, True], ids=["", "alibi"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_packed_neighbours_of_nan(cuda, forced, dim, alibi):

@@ -78,6 +78,7 @@ const char* attn_fwd_refusal(const AttentionParams& p, const DeviceLimits& devic
   if (p.alibi && std::abs(p.q_offset + p.diagonal - p.k_offset) >= RowKeys::kFar) {
     return "with ALiBi it takes offsets below 2^30";
   }
+  if (p.len_k == 0) return "it takes at least one key";
   const int64_t sequences = p.packed() ? p.batch : 0, batch = p.packed() ? 1 : p.batch;
   if (batch * p.heads_q * (ceil_div(p.len_q, 64) + sequences) >= INT32_MAX / 2) {
     return "it takes up to 2^30 tiles of query rows of all heads";
