@@ -94,7 +94,9 @@ CUDA_SOURCES = [
     "csrc/sm80/row_norm/launch.cu",
     "csrc/sm90/attn_fwd/launch.cu",
     "csrc/sm90/attn_fwd/launch_bf16.cu",
+    "csrc/sm90/attn_fwd/launch_bf16_masks.cu",
     "csrc/sm90/attn_fwd/launch_fp16.cu",
+    "csrc/sm90/attn_fwd/launch_fp16_masks.cu",
 ]
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall"]
 NVCC_FLAGS = ["-O3", "--std=c++20", "--expt-relaxed-constexpr", "-lineinfo"]
@@ -123,10 +125,11 @@ SPILLS = [
     ("sm80/paged_decode", (21,), "fp32 d128: words read once a step"),
     ("sm80/paged_decode", (22,), "fp32 d256: O and its rests of 3xTF32 alone take 256 registers"),
     ("sm80/paged_prefill", (4, 10), "d128_terms: a word read once a tile"),
-    ("sm90/attn_fwd", (15,), "fp16 d64_terms: a word of the copying warp, once a call"),
-    ("sm90/attn_fwd", (6, 16), "d96_terms: a word of the copying warp, once a call"),
-    ("sm90/attn_fwd", (7, 17), "d128_terms: the same, and one where dropout is drawn"),
-    ("sm90/attn_fwd", (8, 18), "d192_terms: a word of the copying warp, once a call"),
+    ("sm90/attn_fwd", (9, 24), "d256_terms: a word of the copying warp"),
+    ("sm90/attn_fwd", (25,), "fp16 d64_masks: a word of the copying warp, once a call"),
+    ("sm90/attn_fwd", (11, 26), "d96_masks: a word of the copying warp, once a call"),
+    ("sm90/attn_fwd", (12, 27), "d128_masks: the same, and one where dropout is drawn"),
+    ("sm90/attn_fwd", (13, 28), "d192_masks: a word of the copying warp, once a call"),
 ]
 # Part of the mangled name -> the reason.
 ALLOWED = {

@@ -207,7 +207,7 @@ def test_kept_memory_alone(bench, layers):
     alone = small(bench, layers=4, peers=("checkpoint",), kept=("selective", "compile"))
     (with_time, _), (without, _) = kept_row(bench, timed), kept_row(bench, alone)
     assert without["selective"] == with_time["selective"] > without["checkpoint"] > 0
-    assert without["compile"] is None and "compile" not in with_time
+    assert "compile" in without and "compile" not in with_time
 
 
 def test_the_peak_counts_from_the_inputs_and_with_the_gradient(bench, layers):
@@ -337,7 +337,8 @@ def test_rate_of_a_product(bench, monkeypatch):
 
 def test_the_block_suite_runs(bench, layers, monkeypatch):
     report, module = bench("report"), bench("suites.block")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("is_available", "is_initialized"):  # other tests of the process may have had one
+        monkeypatch.setattr(torch.cuda, name, lambda: False)
     options = options_of(bench, quick=True, big=True)
     rows = list(module.rows(options))
     products, timed = rows[:11], rows[11:]

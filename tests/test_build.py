@@ -133,7 +133,8 @@ def test_every_head_dim_has_a_row_for_small_shared_memory():
 
     smallest = {}
     for kernel in _C.kernels():
-        if head_dim := kernel["config"].get("head_dim"):
+        head_dim = kernel["config"].get("head_dim")
+        if head_dim and kernel["backend"] != "sm90":
             name = kernel["name"].partition(f"_d{head_dim}")[0], head_dim
             size = kernel["config"]["smem_bytes"]
             smallest[name] = min(size, smallest.get(name, size))

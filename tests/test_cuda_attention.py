@@ -118,7 +118,7 @@ def test_every_row_is_reached(cuda):
             reached = reached.union(*(kernels_of(case, cuda) for case in ROWS))
         finally:
             flashbpt._C.limit_shared_memory(0)
-    rows = {kernel["name"] for kernel in flashbpt._C.kernels()}
+    rows = {k["name"] for k in flashbpt._C.kernels() if k["backend"] == "sm80"}
     assert reached == {n for n in rows if re.match("attn_(fwd|bwd)_(bf16|fp16|fp32)_", n)}
 
 

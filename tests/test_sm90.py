@@ -2,6 +2,7 @@
 and the softmax without a maximum at the edges of its range.
 """
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -43,17 +44,17 @@ def test_rows_of_the_kernel_list(cuda):
         for dim, dim_v in [(dim, dim) for dim in range(8, 264, 8)] + [(192, 128), (136, 8)]:
             x = torch.zeros(1, 2, 300, dim, dtype=DTYPES[dtype], device=cuda)
             v = torch.zeros(1, 2, 300, dim_v, dtype=DTYPES[dtype], device=cuda)
-            for options in (
-                {"is_causal": True},
-                {"softcap": 3.0},
-                {"scale": -1.0},
-                {"dropout_p": 0.1},
-                {"attn_mask": torch.ones(300, 300, dtype=torch.bool, device=cuda)},
+            mask = torch.ones(300, 300, dtype=torch.bool, device=cuda)
+            for kind, options in (
+                ("", {"is_causal": True}),
+                ("_terms", {"softcap": 3.0}),
+                ("_terms", {"scale": -1.0}),
+                ("_masks", {"dropout_p": 0.1}),
+                ("_masks", {"attn_mask": mask}),
             ):
                 choice = flashbpt.which_kernel(x, x, v, **options)
                 assert choice.kernel == "sm90" and choice.config in listed
-                assert choice.config.startswith(f"attn_fwd_{dtype}_d")
-                assert choice.config.endswith("_terms") != ("is_causal" in options)
+                assert re.fullmatch(rf"attn_fwd_{dtype}_d\d+{kind}", choice.config)
                 reached.add(choice.config)
     assert reached == listed
 

@@ -39,7 +39,7 @@ __device__ int64_t find_sequence(int64_t batch, Begin begin, int64_t tile, int s
   return first;
 }
 
-// The same by one thread, from a sequence that is likely near.
+// The same by each thread for itself, from a sequence that is likely near.
 template <typename Begin>
 __device__ int64_t find_sequence_near(int64_t batch, Begin begin, int64_t tile, int size,
                                       int64_t near) {
@@ -71,7 +71,7 @@ __device__ inline SequenceTile find_query_tile(const AttentionParams& p, int64_t
   const auto begin = [&](int64_t b) { return block_begin(p, b); };
   return query_tile_of(sequence_of(p, find_sequence(p.batch, begin, tile, size)), tile, size);
 }
-// The same by one thread, from a sequence that is likely near.
+// The same by each thread for itself, from a sequence that is likely near.
 __device__ inline SequenceTile find_query_tile_near(const AttentionParams& p, int64_t tile,
                                                     int size, int64_t near) {
   const auto begin = [&](int64_t b) { return block_begin(p, b); };

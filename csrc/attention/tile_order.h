@@ -29,7 +29,7 @@ struct TileOrder {
     uint32_t tile;
   };
 
-  FLASHBPT_HOST_DEVICE uint32_t count() const { return tiles * heads.value(); }
+  FLASHBPT_HOST_DEVICE int64_t count() const { return int64_t{tiles} * heads.value(); }
 
   FLASHBPT_HOST_DEVICE Place at(uint32_t index) const {
     const bool is_late = index >= late_index;

@@ -13,8 +13,8 @@ template <typename T, int kN>
 __device__ void store_pairs(const float (&d)[kN][4], T* out, int64_t row_stride, int rows,
                             int cols) {
   static_assert(kN % 2 == 0);
-  const int odd =
-      threadIdx.x & 1;  // takes the second eight columns of sixteen, the other the first
+  // An odd lane takes the second eight columns of sixteen, its neighbour the first.
+  const int odd = threadIdx.x & 1;
   T* const lane_out = out + 8 * odd + 2 * (threadIdx.x & 2);
 #pragma unroll
   for (int half = 0; half < 2; ++half)

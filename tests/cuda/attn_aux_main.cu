@@ -421,15 +421,16 @@ void check_divisor(Random& random, bool* ok) {
   if (wrong != 0) *ok = false;
 }
 
-// Every tile of every head once, and in a section no tile after a shorter one.
+// Every tile of every head once, in a section no tile after a shorter one, and the late ones last.
 void check_order(Random& random, bool* ok) {
   int64_t wrong = 0;
   for (int i = 0; i < 300; ++i) {
     const int64_t tiles = 1 + random() % 40, heads = 1 + random() % 70, group = 1 + random() % 5;
     const bool last_first = random() % 2;
+    const int64_t late = random() % 2 * (random() % tiles);
     const TileOrder order =
-        TileOrder::make(tiles, heads, group, 1 + random() % 100, random() % 2000, last_first,
-                        random() % 2 * (random() % 400));
+        TileOrder::make(tiles, heads, group, 1 + random() % 100, random() % 2000, last_first, late);
+    wrong += order.count() != tiles * heads;
     std::vector<int> seen(tiles * heads, 0);
     uint32_t before = 0, section = 0;
     for (int64_t index = 0; index < tiles * heads; ++index) {
@@ -440,7 +441,9 @@ void check_order(Random& random, bool* ok) {
       }
       ++seen[at.head * tiles + at.tile];
       const uint32_t rank = last_first ? tiles - 1 - at.tile : at.tile;
-      const uint32_t here = at.head / order.section.value();
+      const bool is_late = index >= (tiles - late) * heads;
+      const uint32_t here = is_late ? heads : at.head / order.section.value();
+      wrong += is_late != (rank >= tiles - late);
       wrong += here < section || (here == section && rank < before);
       before = rank, section = here;
     }

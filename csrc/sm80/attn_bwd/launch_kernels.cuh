@@ -11,7 +11,7 @@ void launch_attn_bwd_kernel(const AttnBwdKernelParams& p, cudaStream_t stream) {
   constexpr AttnBwdConfig kConfig = kAttnBwdKernels[kRow].config;
   constexpr auto kKernel = attn_bwd_kernel<kRow, kTf32>;
   const int smem = kConfig.smem_bytes(mask_element_bytes(p));
-  const int64_t blocks = int64_t{p.order.count()} * p.q_splits * p.slices.value();
+  const int64_t blocks = p.order.count() * p.q_splits * p.slices.value();
   allow_shared_memory<kKernel>(kConfig.smem_bytes(most_mask_bytes(kAttnBwdKernels[kRow].terms)));
   launch_kernel<kKernel>(blocks, kConfig.threads(), smem, stream, p);
 }

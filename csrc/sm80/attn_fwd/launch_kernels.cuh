@@ -11,7 +11,7 @@ void launch_attn_fwd_kernel(const AttnFwdKernelParams& p, cudaStream_t stream) {
   constexpr AttnFwdConfig kConfig = kAttnFwdKernels[kRow].config;
   constexpr auto kKernel = attn_fwd_kernel<kRow, kTf32>;
   const int smem = kConfig.smem_bytes(mask_element_bytes(p));
-  const int64_t blocks = int64_t{p.order.count()} * p.splits.count * p.slices_v.value();
+  const int64_t blocks = p.order.count() * p.splits.count * p.slices_v.value();
   allow_shared_memory<kKernel>(kConfig.smem_bytes(most_mask_bytes(kAttnFwdKernels[kRow].terms)));
   launch_kernel<kKernel>(blocks, kConfig.threads(), smem, stream, p);
 }

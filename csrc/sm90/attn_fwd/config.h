@@ -33,11 +33,13 @@ struct AttnFwdConfig {
 };
 
 // terms: what changes scores before the softmax, beside a positive scale, causal, windows and
-// sinks; their code costs the others 3 %.
+// sinks: their code costs the others 3 %. masks: masks and dropout, with all terms; so much code
+// that it does not fit the instruction cache, where the terms alone do.
 struct AttnFwdKernel {
   const char* name;
   DataType dtype;
   bool terms;
+  bool masks;
   AttnFwdConfig config;
 };
 
@@ -47,44 +49,58 @@ struct AttnFwdKernel {
 // than a sixth of K and V.
 //                                             q, k    v keys groups q stages bias copy math
 inline constexpr AttnFwdConfig kFwd64 = {64, 64, 96, 3, 2, 8, 0, 32, 160};        // registers
-inline constexpr AttnFwdConfig kFwd64Terms = {64, 64, 64, 3, 2, 8, 2, 56, 152};   // registers
+inline constexpr AttnFwdConfig kFwd64Masks = {64, 64, 64, 3, 2, 8, 2, 56, 152};   // registers
 inline constexpr AttnFwdConfig kFwd96 = {96, 96, 128, 2, 2, 5, 0, 40, 232};       // shared memory
-inline constexpr AttnFwdConfig kFwd96Terms = {96, 96, 128, 2, 1, 4, 2, 56, 224};  // both
+inline constexpr AttnFwdConfig kFwd96Masks = {96, 96, 128, 2, 1, 4, 2, 56, 224};  // both
 inline constexpr AttnFwdConfig kFwd128 = {128, 128, 128, 2, 2, 5, 0, 40, 232};    // shared memory
-inline constexpr AttnFwdConfig kFwd128Terms = {128, 128, 128, 2, 1, 4, 2, 56, 224};  // both
+inline constexpr AttnFwdConfig kFwd128Masks = {128, 128, 128, 2, 1, 4, 2, 56, 224};  // both
 inline constexpr AttnFwdConfig kFwd192 = {192, 128, 96, 2, 1, 4, 0, 40, 232};       // shared memory
-inline constexpr AttnFwdConfig kFwd192Terms = {192, 128, 96, 2, 1, 4, 1, 56, 224};  // both
+inline constexpr AttnFwdConfig kFwd192Masks = {192, 128, 96, 2, 1, 4, 1, 56, 224};  // both
 inline constexpr AttnFwdConfig kFwd256 = {256, 256, 64, 2, 1, 5, 0, 40, 232};       // both
-inline constexpr AttnFwdConfig kFwd256Terms = {256, 256, 64, 2, 1, 4, 2, 56, 224};  // both
+inline constexpr AttnFwdConfig kFwd256Masks = {256, 256, 64, 2, 1, 4, 2, 56, 224};  // both
 
-// Of one type and terms the cheapest first: the first one that holds a head serves it.
+// Of one type, terms and masks the cheapest first: the first one that holds a head serves it.
 inline constexpr AttnFwdKernel kAttnFwdKernels[] = {
-    {"attn_fwd_bf16_d64", DataType::kBFloat16, false, kFwd64},
-    {"attn_fwd_bf16_d96", DataType::kBFloat16, false, kFwd96},
-    {"attn_fwd_bf16_d128", DataType::kBFloat16, false, kFwd128},
-    {"attn_fwd_bf16_d192", DataType::kBFloat16, false, kFwd192},
-    {"attn_fwd_bf16_d256", DataType::kBFloat16, false, kFwd256},
-    {"attn_fwd_bf16_d64_terms", DataType::kBFloat16, true, kFwd64Terms},
-    {"attn_fwd_bf16_d96_terms", DataType::kBFloat16, true, kFwd96Terms},
-    {"attn_fwd_bf16_d128_terms", DataType::kBFloat16, true, kFwd128Terms},
-    {"attn_fwd_bf16_d192_terms", DataType::kBFloat16, true, kFwd192Terms},
-    {"attn_fwd_bf16_d256_terms", DataType::kBFloat16, true, kFwd256Terms},
-    {"attn_fwd_fp16_d64", DataType::kFloat16, false, kFwd64},
-    {"attn_fwd_fp16_d96", DataType::kFloat16, false, kFwd96},
-    {"attn_fwd_fp16_d128", DataType::kFloat16, false, kFwd128},
-    {"attn_fwd_fp16_d192", DataType::kFloat16, false, kFwd192},
-    {"attn_fwd_fp16_d256", DataType::kFloat16, false, kFwd256},
-    {"attn_fwd_fp16_d64_terms", DataType::kFloat16, true, kFwd64Terms},
-    {"attn_fwd_fp16_d96_terms", DataType::kFloat16, true, kFwd96Terms},
-    {"attn_fwd_fp16_d128_terms", DataType::kFloat16, true, kFwd128Terms},
-    {"attn_fwd_fp16_d192_terms", DataType::kFloat16, true, kFwd192Terms},
-    {"attn_fwd_fp16_d256_terms", DataType::kFloat16, true, kFwd256Terms},
+    {"attn_fwd_bf16_d64", DataType::kBFloat16, false, false, kFwd64},
+    {"attn_fwd_bf16_d96", DataType::kBFloat16, false, false, kFwd96},
+    {"attn_fwd_bf16_d128", DataType::kBFloat16, false, false, kFwd128},
+    {"attn_fwd_bf16_d192", DataType::kBFloat16, false, false, kFwd192},
+    {"attn_fwd_bf16_d256", DataType::kBFloat16, false, false, kFwd256},
+    {"attn_fwd_bf16_d64_terms", DataType::kBFloat16, true, false, kFwd64},
+    {"attn_fwd_bf16_d96_terms", DataType::kBFloat16, true, false, kFwd96},
+    {"attn_fwd_bf16_d128_terms", DataType::kBFloat16, true, false, kFwd128},
+    {"attn_fwd_bf16_d192_terms", DataType::kBFloat16, true, false, kFwd192},
+    {"attn_fwd_bf16_d256_terms", DataType::kBFloat16, true, false, kFwd256},
+    {"attn_fwd_bf16_d64_masks", DataType::kBFloat16, true, true, kFwd64Masks},
+    {"attn_fwd_bf16_d96_masks", DataType::kBFloat16, true, true, kFwd96Masks},
+    {"attn_fwd_bf16_d128_masks", DataType::kBFloat16, true, true, kFwd128Masks},
+    {"attn_fwd_bf16_d192_masks", DataType::kBFloat16, true, true, kFwd192Masks},
+    {"attn_fwd_bf16_d256_masks", DataType::kBFloat16, true, true, kFwd256Masks},
+    {"attn_fwd_fp16_d64", DataType::kFloat16, false, false, kFwd64},
+    {"attn_fwd_fp16_d96", DataType::kFloat16, false, false, kFwd96},
+    {"attn_fwd_fp16_d128", DataType::kFloat16, false, false, kFwd128},
+    {"attn_fwd_fp16_d192", DataType::kFloat16, false, false, kFwd192},
+    {"attn_fwd_fp16_d256", DataType::kFloat16, false, false, kFwd256},
+    {"attn_fwd_fp16_d64_terms", DataType::kFloat16, true, false, kFwd64},
+    {"attn_fwd_fp16_d96_terms", DataType::kFloat16, true, false, kFwd96},
+    {"attn_fwd_fp16_d128_terms", DataType::kFloat16, true, false, kFwd128},
+    {"attn_fwd_fp16_d192_terms", DataType::kFloat16, true, false, kFwd192},
+    {"attn_fwd_fp16_d256_terms", DataType::kFloat16, true, false, kFwd256},
+    {"attn_fwd_fp16_d64_masks", DataType::kFloat16, true, true, kFwd64Masks},
+    {"attn_fwd_fp16_d96_masks", DataType::kFloat16, true, true, kFwd96Masks},
+    {"attn_fwd_fp16_d128_masks", DataType::kFloat16, true, true, kFwd128Masks},
+    {"attn_fwd_fp16_d192_masks", DataType::kFloat16, true, true, kFwd192Masks},
+    {"attn_fwd_fp16_d256_masks", DataType::kFloat16, true, true, kFwd256Masks},
 };
 
 constexpr bool attn_fwd_configs_fit() {
   for (const AttnFwdKernel& kernel : kAttnFwdKernels) {
     const AttnFwdConfig& c = kernel.config;
     if (c.smem_bytes() > 227 * 1024) return false;
+    // A warpgroup that sees none of the last tiles holds the last V that it reads until those have
+    // come: there has to be room for them beside it.
+    const int passed = (64 * (c.warpgroups - 1) + c.block_k - 1) / c.block_k;
+    if (2 * passed > c.stages || c.stages < 3) return false;
     // The pool is what the launch takes: a multiple of 8 a thread.
     const int launched = 65536 / c.threads() / 8 * 8;
     if (c.copy_regs + c.warpgroups * c.math_regs > (c.warpgroups + 1) * launched) return false;

@@ -10,16 +10,17 @@ template <size_t kRow>
 struct AttnFwdCopies : AttnFwdPlan<kRow> {
   using Plan = AttnFwdPlan<kRow>;
   using Plan::bias_at, Plan::kv_at, Plan::kv_pipe, Plan::q_at, Plan::work_at, Plan::work_pipe;
-  using Plan::kBlockK, Plan::kBlockQ, Plan::kTerms, Plan::kWarpgroups, Plan::p, Plan::smem;
+  using Plan::kBlockK, Plan::kBlockQ, Plan::kMasks, Plan::kTerms, Plan::kWarpgroups, Plan::p,
+      Plan::smem;
   using Plan::Plan;
   using typename Plan::TileBias, typename Plan::TileK, typename Plan::TileQ, typename Plan::TileV;
 
   // One thread copies; the others of its warp help to look at masks.
-  static constexpr int kCopyThreads = kTerms ? 32 : 1;
-  static __device__ bool leads() { return kTerms ? threadIdx.x == 0 : true; }
+  static constexpr int kCopyThreads = kMasks ? 32 : 1;
+  static __device__ bool leads() { return kMasks ? threadIdx.x == 0 : true; }
 
   __device__ void copy() {
-    const uint32_t count = p.order.count();
+    const uint32_t count = static_cast<uint32_t>(p.order.count());
     int sequence = 0;
     for (uint32_t index = blockIdx.x; index < count;) {
       uint32_t next = 0;
@@ -28,11 +29,11 @@ struct AttnFwdCopies : AttnFwdPlan<kRow> {
         work_pipe.wait_empty(work_at);
       }
       Work& work = smem.works[work_at.stage()];
-      find_work<kBlockQ, kBlockK, kTerms>(p, index, sequence, work);
+      find_work<kBlockQ, kBlockK, kTerms, kMasks>(p, index, sequence, work);
       hand_out();
-      if (kTerms) __syncwarp();
+      if (kMasks) __syncwarp();
       if (work.tiles > 0) copy_work(work);
-      index = kTerms ? __shfl_sync(~0u, next, 0) : next;
+      index = kMasks ? __shfl_sync(~0u, next, 0) : next;
     }
     if (!leads()) return;
     work_pipe.wait_empty(work_at);
@@ -49,14 +50,14 @@ struct AttnFwdCopies : AttnFwdPlan<kRow> {
     work_at.advance();
   }
 
-  // Where a sequence of one head begins in q, or in k and v.
+  // A row of one head, of a tensor or of all that are alike.
   struct Place {
     int row, head, batch;
   };
 
   __device__ void copy_work(const Work& work) {
     MaskWindow window;
-    const bool masked = kTerms && p.mask_tiles.data != nullptr;
+    const bool masked = kMasks && p.mask_tiles.data != nullptr;
     const auto tile_number = [&](int i, int before) {
       if (!masked) return work.tile<kTerms>(i);
       return window.next(before + 1, work.tile_end, true, [&](int tile) {

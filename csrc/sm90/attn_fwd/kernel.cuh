@@ -21,7 +21,9 @@
 //       empty  each math warp; the tile may be replaced
 //   bias (an additive mask): as q
 //   works: full   the copying thread; a Work may be read        empty   each math warp
-// Named barriers: kTurn + w, 256 threads: warpgroup w may issue (the one before arrives).
+// Named barriers: kTurn + w, 256 threads: warpgroup w may issue (the one before arrives), and K_i
+// and
+//                 V_i-1 are there, since warpgroup 0 has waited for them; tiles - 1 turns a work
 //                 kCleared + w, 128 threads: its warps have cleared what follows a sequence in V
 //
 // docs/attn_fwd_sm90.md
@@ -42,7 +44,8 @@ template <size_t kRow>
 struct AttnFwd : AttnFwdPlan<kRow> {
   using Plan = AttnFwdPlan<kRow>;
   using Plan::bias_at, Plan::kv_at, Plan::kv_pipe, Plan::kWarpgroups, Plan::q_at, Plan::smem;
-  using Plan::kBlockK, Plan::kConfig, Plan::kStageBytes, Plan::kStages, Plan::kTerms, Plan::p;
+  using Plan::kBlockK, Plan::kConfig, Plan::kStageBytes, Plan::kMasks, Plan::kStages, Plan::kTerms,
+      Plan::p;
   using Plan::Plan;
   using Plan::work_at, Plan::work_pipe;
   using typename Plan::T, typename Plan::TileBias, typename Plan::TileK, typename Plan::TileQ;
@@ -52,7 +55,7 @@ struct AttnFwd : AttnFwdPlan<kRow> {
   static constexpr int kO = kConfig.dim_v / 8;  // and of O
   enum NamedBarrier { kTurn = 1, kCleared = kTurn + kWarpgroups };
 
-  using Softmax = OnlineSoftmax<1, kTerms>;
+  using Softmax = OnlineSoftmax<1, kMasks>;
   using Kept = KeptBits<1, kN>;
   using Scores = float[1][kN][4];
   using Output = float[1][kO][4];
@@ -99,7 +102,9 @@ struct AttnFwd : AttnFwdPlan<kRow> {
         const Work& next = smem.works[work_at.next().stage()];
         started = next.any() && next.tiles > 0;
         if (started) wait_first_copies(warpgroup);
-        start_scores(operands, s);  // of no use if there is none: a branch would serialize wgmma
+        // Of no use if there is none, and then of whatever is there: a branch would serialize
+        // wgmma.
+        start_scores(operands, s);
         softmax.finish();
         ptx::wgmma_wait<1>();  // O is there
         ptx::pin(o[0]);
@@ -175,7 +180,7 @@ struct AttnFwd : AttnFwdPlan<kRow> {
   // How many of a work's tiles hold keys that the warpgroup's rows see, but for what is between
   // them; one at least.
   __device__ int own_tiles(const Work& work, int warpgroup) const {
-    if (kTerms && (!work.ascends() || p.mask)) return work.tiles;
+    if ((kTerms && !work.ascends()) || (kMasks && p.mask)) return work.tiles;
     const int last_row = min(work.q0 + 64 * warpgroup + 64, work.len_q) - 1;
     const int keys = work.keys.end(last_row) - work.tile_begin * kBlockK;
     return max((keys + kBlockK - 1) / kBlockK, 1);
@@ -196,6 +201,7 @@ struct AttnFwd : AttnFwdPlan<kRow> {
     const KeyTile keys = key_tile(work, 0, kv_at);
     Kept kept;
     draw(work, warpgroup, keys, kept);
+    if (kMasks) __syncwarp();  // all lanes have read what is beside the stage
     release_keys();
     if (!scores_are_products(work, keys)) finish_scores(work, warpgroup, keys, s);
     softmax.start(s);
@@ -209,8 +215,12 @@ struct AttnFwd : AttnFwdPlan<kRow> {
     Scores s;
     Kept kept;
     // Read early: what comes between S and P holds everything up.
-    KeyTile keys = key_tile(work, i, kv_at);
-    bool finished = scores_are_products(work, keys);
+    KeyTile keys{};
+    bool finished = false;
+    if (!kMasks) {
+      keys = key_tile(work, i, kv_at);
+      finished = scores_are_products(work, keys);
+    }
     const tile::RingPlace<kStages> v_at = kv_at.next();
     // One warpgroup alone waits for the copies: the others follow it.
     if (warpgroup == 0) kv_pipe.wait_full(kv_at);
@@ -221,7 +231,7 @@ struct AttnFwd : AttnFwdPlan<kRow> {
     // O += P V
     tile::start_gemm<T>(o[0], p_reg, operands.v.template stage<kStageBytes>(v_at.stage()));
     hand_over(warpgroup);
-    if (kTerms) {
+    if (kMasks) {
       keys = key_tile(work, i, kv_at);  // now it is there
       finished = scores_are_products(work, keys);
       if (keys.masked) prefetch_mask(work, warpgroup, keys.begin);
@@ -270,12 +280,12 @@ struct AttnFwd : AttnFwdPlan<kRow> {
   };
   // Tile number i, whose K is in that stage.
   __device__ KeyTile key_tile(const Work& work, int i, const tile::RingPlace<kStages>& at) const {
-    if (!kTerms) return {work.tile<kTerms>(i) * kBlockK, false};
+    if (!kMasks) return {work.tile<kTerms>(i) * kBlockK, false};
     const int word = smem.kv_words[at.stage()];
     return {word & ~1, (word & 1) != 0};
   }
 
-  __device__ bool drops() const { return kTerms && p.dropout_threshold > 0; }
+  __device__ bool drops() const { return kMasks && p.dropout_threshold > 0; }
 
   // Of the sequence, from an element on.
   __device__ BooleanMaskPart mask_part(const Work& work, int row, int col) const {
@@ -372,7 +382,7 @@ struct AttnFwd : AttnFwdPlan<kRow> {
   __device__ void write_lse(const Work& work, int row, float top, float log_sum) const {
     const float lse = top + log_sum;
     static_cast<float*>(p.lse.data)[lse_offset(work, row, p.lse)] = lse;
-    if (kTerms && p.lse_lo)
+    if (kMasks && p.lse_lo)
       static_cast<float*>(p.lse_lo.data)[lse_offset(work, row, p.lse_lo)] =
           isfinite(lse) ? (top - lse) + log_sum : 0.0f;
   }
@@ -387,7 +397,7 @@ struct AttnFwd : AttnFwdPlan<kRow> {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const auto end =
-          softmax.end(0, half, sink, kTerms ? static_cast<float>(p.dropout_scale) : 1.0f);
+          softmax.end(0, half, sink, kMasks ? static_cast<float>(p.dropout_scale) : 1.0f);
 #pragma unroll
       for (int n = 0; n < kO; ++n)
 #pragma unroll

@@ -14,7 +14,7 @@
 
 namespace flashbpt::sm90 {
 
-template <typename T>
+template <typename T, bool kMasks>
 void launch_attn_fwd_typed(size_t row, const AttnFwdKernelParams& p, int blocks,
                            cudaStream_t stream);
 
@@ -24,11 +24,11 @@ constexpr int64_t kLargestDim = 256;
 
 size_t choose_row(const AttentionParams& p) {
   const ScoreUnit score = score_unit(p);
-  const bool terms =
-      score.natural || score.sign != 1.0f || p.mask || (p.dropout_threshold > 0 && !p.drops_all());
+  const bool masks = p.mask || (p.dropout_threshold > 0 && !p.drops_all());
+  const bool terms = masks || score.natural || score.sign != 1.0f;
   const auto serves = [&](const AttnFwdKernel& k) {
-    return k.dtype == p.q.dtype && k.terms == terms && k.config.head_dim >= p.dim &&
-           k.config.dim_v >= p.dim_v;
+    return k.dtype == p.q.dtype && k.terms == terms && k.masks == masks &&
+           k.config.head_dim >= p.dim && k.config.dim_v >= p.dim_v;
   };
   return std::find_if(std::begin(kAttnFwdKernels), std::end(kAttnFwdKernels), serves) -
          kAttnFwdKernels;
@@ -74,9 +74,9 @@ const char* attn_fwd_refusal(const AttentionParams& p, const DeviceLimits& devic
   if (kAttnFwdKernels[choose_row(p)].config.smem_bytes() > device.smem_bytes) {
     return "its tiles want more shared memory than the GPU has";
   }
-  if (std::max(p.len_q, p.len_k) >= RowKeys::kFar) return "it takes lengths below 2^30";
+  if (std::max(p.len_q, p.len_k) >= RowKeys::kFar) return "it takes lengths below 2^30 - 1024";
   if (p.alibi && std::abs(p.q_offset + p.diagonal - p.k_offset) >= RowKeys::kFar) {
-    return "with ALiBi it takes offsets below 2^30";
+    return "with ALiBi it takes offsets below 2^30 - 1024";
   }
   if (p.len_k == 0) return "it takes at least one key";
   const int64_t sequences = p.packed() ? p.batch : 0, batch = p.packed() ? 1 : p.batch;
@@ -112,13 +112,13 @@ const char* attn_fwd_kernel(const AttentionParams& p) {
 
 void launch_attn_fwd(const AttentionParams& params, const MaskTiles& mask_tiles,
                      const DeviceLimits& device, int32_t* counters, cudaStream_t stream) {
+  if (params.batch == 0 || params.heads_q == 0 || params.len_q == 0) return;
   const size_t row = choose_row(params);
   const AttnFwdConfig& c = kAttnFwdKernels[row].config;
   AttnFwdKernelParams p;
   static_cast<AttentionParams&>(p) = params;
   if (!p.packed()) p.keys = RowKeys::of(p.band, sequence_of(p, 0));
   p.order = order_of(p, c, device);
-  if (p.order.count() == 0) return;
   const int64_t batch = p.packed() ? 1 : p.batch;
   p.q_map = tile::make_tensor_map(p.q, p.dim, p.len_q, p.heads_q, batch, 64);
   p.k_map = tile::make_tensor_map(p.k, p.dim, p.len_k, p.heads_kv, batch, c.block_k);
@@ -139,7 +139,10 @@ void launch_attn_fwd(const AttentionParams& params, const MaskTiles& mask_tiles,
   const int blocks = static_cast<int>(std::min<int64_t>(p.order.count(), device.multiprocessors));
   dispatch_element(p.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
-    if constexpr (sizeof(T) == 2) launch_attn_fwd_typed<T>(row, p, blocks, stream);
+    if constexpr (sizeof(T) == 2) {
+      (kAttnFwdKernels[row].masks ? launch_attn_fwd_typed<T, true>
+                                  : launch_attn_fwd_typed<T, false>)(row, p, blocks, stream);
+    }
   });
 }
 

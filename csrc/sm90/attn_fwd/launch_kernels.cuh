@@ -1,4 +1,5 @@
-// The kernels of one element type; a translation unit each, so that they compile side by side.
+// The kernels of one element type, with masks or without: a translation unit each, so that they
+// compile side by side.
 #pragma once
 
 #include "../../launch_kernel.h"
@@ -6,14 +7,16 @@
 
 namespace flashbpt::sm90 {
 
-template <typename T>
+template <typename T, bool kMasks>
 void launch_attn_fwd_typed(size_t row, const AttnFwdKernelParams& p, int blocks,
                            cudaStream_t stream) {
   dispatch_row<kAttnFwdKernels, T>(row, false, [&](auto row, auto) {
-    constexpr AttnFwdConfig kConfig = kAttnFwdKernels[row()].config;
-    constexpr auto kKernel = attn_fwd_kernel<row()>;
-    allow_shared_memory<kKernel>(kConfig.smem_bytes());
-    launch_kernel<kKernel>(blocks, kConfig.threads(), kConfig.smem_bytes(), stream, p);
+    if constexpr (kAttnFwdKernels[row()].masks == kMasks) {
+      constexpr AttnFwdConfig kConfig = kAttnFwdKernels[row()].config;
+      constexpr auto kKernel = attn_fwd_kernel<row()>;
+      allow_shared_memory<kKernel>(kConfig.smem_bytes());
+      launch_kernel<kKernel>(blocks, kConfig.threads(), kConfig.smem_bytes(), stream, p);
+    }
   });
 }
 

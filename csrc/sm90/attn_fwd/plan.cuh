@@ -13,6 +13,7 @@ template <size_t kRow>
 struct AttnFwdPlan {
   static constexpr AttnFwdConfig kConfig = kAttnFwdKernels[kRow].config;
   static constexpr bool kTerms = kAttnFwdKernels[kRow].terms;
+  static constexpr bool kMasks = kAttnFwdKernels[kRow].masks;
   using T = typename tile::ElementOf<kAttnFwdKernels[kRow].dtype>::Type;
 
   static constexpr int kBlockQ = kConfig.block_q(), kBlockK = kConfig.block_k;
@@ -32,7 +33,7 @@ struct AttnFwdPlan {
     char kv[kStages][kStageBytes];  // K_0, then K_i and V_i-1 in turns, V_last
     char bias[kBiasStages][kWarpgroups][TileBias::kBytes];
     tile::PipelineSmem<kQStages> q_pipes[kWarpgroups];
-    tile::PipelineSmem<kTerms ? kBiasStages : 1> bias_pipes[kTerms ? kWarpgroups : 0];
+    tile::PipelineSmem<kMasks ? kBiasStages : 1> bias_pipes[kMasks ? kWarpgroups : 0];
     tile::PipelineSmem<kStages> kv_pipe;
     tile::PipelineSmem<kWorks> work_pipe;
     Work works[kWorks];
@@ -48,7 +49,7 @@ struct AttnFwdPlan {
   const tile::Pipeline<kWorks> work_pipe{smem.work_pipe};
   tile::RingPlace<kQStages> q_at;
   tile::RingPlace<kStages> kv_at;
-  tile::RingPlace<kTerms ? kBiasStages : 1> bias_at;
+  tile::RingPlace<kMasks ? kBiasStages : 1> bias_at;
   tile::RingPlace<kWorks> work_at;
 
   __device__ AttnFwdPlan(const AttnFwdKernelParams& p, SmemPlan& smem) : p(p), smem(smem) {}
@@ -58,17 +59,17 @@ struct AttnFwdPlan {
   }
 
   __device__ auto bias_pipe(int warpgroup) const {
-    return tile::Pipeline<kTerms ? kBiasStages : 1>{smem.bias_pipes[warpgroup]};
+    return tile::Pipeline<kMasks ? kBiasStages : 1>{smem.bias_pipes[warpgroup]};
   }
 
-  __device__ bool additive() const { return kTerms && p.mask && !p.boolean_mask(); }
+  __device__ bool additive() const { return kMasks && p.mask && !p.boolean_mask(); }
 
   // By one thread, before anybody waits.
   __device__ void init() const {
     constexpr int kMathWarps = 4 * kWarpgroups;
     for (int w = 0; w < kWarpgroups; ++w) {
       q_pipe(w).init(4);
-      if (kTerms) bias_pipe(w).init(4);
+      if (kMasks) bias_pipe(w).init(4);
     }
     kv_pipe.init(kMathWarps);
     work_pipe.init(kMathWarps);

@@ -16,7 +16,7 @@ namespace flashbpt::sm90 {
 // The keys that the rows of a sequence see, in 32 bits: of row q those of [q + low, q + high) that
 // there are.
 struct RowKeys {
-  static constexpr int kFar = 1 << 30;  // lengths are less
+  static constexpr int kFar = (1 << 30) - 1024;  // lengths are less
 
   int low, high, len_k;
   int diagonal;  // row q meets key q + this, if it is near
@@ -93,11 +93,11 @@ __device__ int mask_state(const AttnFwdKernelParams& p, int batch, int head, int
       batch, head, q0 / MaskTiles::kRows, tile * (kBlockK / MaskTiles::kCols), p.len_q, p.len_k);
 }
 
-// Fills `work`, in shared memory: by one thread, with terms by its whole warp. sequence: the last
+// Fills `work`, in shared memory: by one thread, with masks by its whole warp. sequence: the last
 // one that was found in a packed call.
-template <int kBlockQ, int kBlockK, bool kTerms>
+template <int kBlockQ, int kBlockK, bool kTerms, bool kMasks>
 __device__ void find_work(const AttnFwdKernelParams& p, uint32_t index, int& sequence, Work& work) {
-  const bool writes = !kTerms || threadIdx.x == 0;
+  const bool writes = !kMasks || threadIdx.x == 0;
   const TileOrder::Place at = p.order.at(index);
   int batch, head, q0 = static_cast<int>(at.tile) * kBlockQ, len_q = static_cast<int>(p.len_q);
   RowKeys keys = p.keys;
@@ -111,14 +111,14 @@ __device__ void find_work(const AttnFwdKernelParams& p, uint32_t index, int& seq
     if (writes) {
       work.q_begin = static_cast<int>(found.seq.q_begin);
       work.k_begin = static_cast<int>(found.seq.k_begin);
-      if (kTerms && p.dropout_threshold > 0) work.dropout = Dropout(p, found.seq);
+      if (kMasks && p.dropout_threshold > 0) work.dropout = Dropout(p, found.seq);
     }
   } else {
     batch = static_cast<int>(p.heads.quotient(at.head));
     head = static_cast<int>(p.heads.remainder(at.head));
     if (writes) {
       work.q_begin = work.k_begin = 0;
-      if (kTerms && p.dropout_threshold > 0) work.dropout = Dropout(p, sequence_of(p, batch));
+      if (kMasks && p.dropout_threshold > 0) work.dropout = Dropout(p, sequence_of(p, batch));
     }
   }
   const int q_last = min(q0 + kBlockQ, len_q) - 1;
@@ -131,13 +131,13 @@ __device__ void find_work(const AttnFwdKernelParams& p, uint32_t index, int& seq
     slope = static_cast<const float*>(p.alibi.data)[batch * p.alibi.batch + head];
     tile_first = max(min((q_last + keys.diagonal) / kBlockK, tile_end - 1), tile_begin);
   }
-  if (kTerms && p.mask_tiles.data != nullptr) {
+  if (kMasks && p.mask_tiles.data != nullptr) {
     tile_first = tile_begin;
     tiles = 0;
     for (int first = tile_begin; first < tile_end; first += 32) {
       const int tile = first + static_cast<int>(threadIdx.x);
       const bool any =
-          tile < tile_end && mask_state<kBlockQ, kBlockK>(p, batch, head, q0, tile) != 0;
+          tile < tile_end && (mask_state<kBlockQ, kBlockK>(p, batch, head, q0, tile) & 1);
       tiles += __popc(__ballot_sync(~0u, any));
     }
   }
