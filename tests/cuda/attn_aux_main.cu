@@ -315,10 +315,18 @@ void check_rows(Random& random, bool* ok) {
 // --------------------------------------------------------------------------------- find_sequence
 
 __global__ void find_all(const __grid_constant__ AttentionParams p, int size, SequenceTile* query,
-                         SequenceTile* key) {
+                         SequenceTile* key, int* wrong) {
   const SequenceTile q = find_query_tile(p, blockIdx.x, size);
   const SequenceTile k = find_key_tile(p, blockIdx.x, size);
   if (threadIdx.x == 37) query[blockIdx.x] = q, key[blockIdx.x] = k;
+  // By a thread alone, from the sequence itself, others near and far, the first and the last one.
+  const int64_t far = threadIdx.x % 8 == 0 ? 0 : threadIdx.x % 8 == 1 ? p.batch : threadIdx.x - 32;
+  const int64_t near =
+      min(max(q.seq.batch + far * (threadIdx.x % 8 == 2 ? 100 : 1), int64_t{0}), p.batch - 1);
+  const SequenceTile same = find_query_tile_near(p, blockIdx.x, size, near);
+  if (same.seq.batch != q.seq.batch || same.tile != q.tile || same.empty != q.empty) {
+    atomicAdd(wrong, 1);
+  }
 }
 
 void check_find(int batch, int64_t longest, double empty, int size, bool block, Random& random,
@@ -344,10 +352,13 @@ void check_find(int batch, int64_t longest, double empty, int size, bool block, 
     }
   }
   const Array<SequenceTile> query_gmem(tiles), key_gmem(tiles);
-  find_all<<<static_cast<unsigned>(tiles), 64>>>(p, size, query_gmem.data, key_gmem.data);
+  const Array<int> wrong_gmem(1);
+  check_cuda(cudaMemset(wrong_gmem.data, 0, sizeof(int)), "cudaMemset");
+  find_all<<<static_cast<unsigned>(tiles), 64>>>(p, size, query_gmem.data, key_gmem.data,
+                                                 wrong_gmem.data);
   check_cuda(cudaDeviceSynchronize(), "find_sequence");
   const auto q = query_gmem.host(tiles), k = key_gmem.host(tiles);
-  int64_t wrong = 0;
+  int64_t wrong = wrong_gmem.host(1)[0];
   for (int64_t t = 0; t < tiles; ++t) {
     wrong += q[t].empty != (query[t] == nullptr) || k[t].empty != (key[t] == nullptr);
     wrong += query[t] && (q[t].tile != query_tile[t] || q[t].seq.batch != query[t]->b ||
