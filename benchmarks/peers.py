@@ -27,11 +27,6 @@ def sdpa(query, key, value, is_causal=False, attn_mask=None, enable_gqa=False):
     return _SDPA(query, key, value, attn_mask=attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
 
 
-def sdpa_gqa(query, key, value):
-    """The same where query heads share those of keys."""
-    return _SDPA(query, key, value, enable_gqa=True)
-
-
 def flash_sdpa(device: str) -> contextlib.AbstractContextManager:
     """Inside it SDPA is FlashAttention-2 on CUDA; around the timing, as it takes host time."""
     if device != "cuda":

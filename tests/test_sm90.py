@@ -39,12 +39,11 @@ def check_here(inputs):
 # ---- who is served
 def test_rows_of_the_kernel_list(cuda):
     listed = {k["name"] for k in flashbpt._C.kernels() if k["backend"] == "sm90"}
-    reached = set()
+    reached, mask = set(), torch.ones(300, 300, dtype=torch.bool, device=cuda)
     for dtype in LOW:
         for dim, dim_v in [(dim, dim) for dim in range(8, 264, 8)] + [(192, 128), (136, 8)]:
             x = torch.zeros(1, 2, 300, dim, dtype=DTYPES[dtype], device=cuda)
             v = torch.zeros(1, 2, 300, dim_v, dtype=DTYPES[dtype], device=cuda)
-            mask = torch.ones(300, 300, dtype=torch.bool, device=cuda)
             for kind, options in (
                 ("", {"is_causal": True}),
                 ("_terms", {"softcap": 3.0}),

@@ -16,7 +16,7 @@ import torch
 from options import Options
 from paged_case import PagedCall, PagedCase, Run, backend, measure, paged
 from paged_peers import paged_peers
-from peers import flash_sdpa, sdpa_gqa
+from peers import flash_sdpa, sdpa
 from report import Row, bar_line, ratio, target
 from timing import alternate, host_budget, sm_mhz
 
@@ -114,7 +114,7 @@ def _host_time(call: PagedCall, options: Options, device: str) -> Row:
     """Of a decode call, and of SDPA with the same query, keys and values as SDPA takes them."""
     key, value = (t.unflatten(0, (len(call.lens), -1)).transpose(1, 2) for t in call.packed())
     dense = call.query[:, :, None], key.contiguous(), value.contiguous()
-    calls = {"flashbpt": paged(call), "peer": functools.partial(sdpa_gqa, *dense)}
+    calls = {"flashbpt": paged(call), "peer": functools.partial(sdpa, *dense, enable_gqa=True)}
     with flash_sdpa(device), torch.no_grad():
         seconds = alternate(calls, host_budget(options.quick))
     times = {name: s and s * 1e6 for name, s in seconds.items()}

@@ -13,10 +13,9 @@
 
 namespace flashbpt {
 
-// Whether a lane can read two neighbouring elements of every row at once.
-inline bool mask_has_pairs(const AttentionParams& p) {
-  return p.mask.col == 1 && p.len_k % 2 == 0 &&
-         row_access(p.mask, p.batch, p.heads_q, p.len_q) >= 2 * element_bytes(p.mask.dtype);
+// Whether a lane can read two neighbouring elements of every row of a boolean mask at once.
+inline bool boolean_mask_has_pairs(const AttentionParams& p) {
+  return p.len_k % 2 == 0 && rows_aligned(p.mask, p.batch, p.heads_q, p.len_q, 2);
 }
 
 // Part of a boolean mask that has pairs, from some element on.

@@ -21,10 +21,10 @@
 //       empty  each math warp; the tile may be replaced
 //   bias (an additive mask): as q
 //   works: full   the copying thread; a Work may be read        empty   each math warp
-// Named barriers: kTurn + w, 256 threads: warpgroup w may issue (the one before arrives), and K_i
-// and
-//                 V_i-1 are there, since warpgroup 0 has waited for them; tiles - 1 turns a work
-//                 kCleared + w, 128 threads: its warps have cleared what follows a sequence in V
+// Named barriers
+//   kTurn + w, 256 threads: warpgroup w may issue (the one before arrives), and K_i and V_i-1 are
+//     there, since warpgroup 0 has waited for them; tiles - 1 turns a work
+//   kCleared + w, 128 threads: its warps have cleared what follows a sequence in V
 //
 // docs/attn_fwd_sm90.md
 #pragma once
@@ -135,8 +135,7 @@ struct AttnFwd : AttnFwdPlan<kRow> {
                               operands.k.template stage<kStageBytes>(kv_at.stage()));
   }
 
-  // From the first tile's scores to O += P V of the last one, issued;
-  // returns where that V is.
+  // From the first tile's scores to O += P V of the last one, issued; returns where that V is.
   __device__ tile::RingPlace<kStages> attend(const Work& work, const Operands& operands,
                                              int warpgroup, Scores& s, Weights& p_reg, Output& o,
                                              Softmax& softmax) {

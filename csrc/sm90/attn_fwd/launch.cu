@@ -46,9 +46,10 @@ bool has_map(const TensorView& t, int64_t batch, int64_t heads, int64_t rows) {
 // Boolean masks are taken for causal ones.
 TileOrder order_of(const AttnFwdKernelParams& p, const AttnFwdConfig& c,
                    const DeviceLimits& device) {
-  const int64_t heads = p.packed() ? p.heads_q : p.batch * p.heads_q;
-  const int64_t tiles = ceil_div(p.len_q, c.block_q()) + (p.packed() ? p.batch : 0);
-  if (p.packed()) return TileOrder::make(tiles, heads, heads, 1, 0, true, 0);
+  const int64_t tiles = ceil_div(p.len_q, c.block_q()), heads = p.batch * p.heads_q;
+  if (p.packed()) {
+    return TileOrder::make(tiles + p.batch, p.heads_q, p.heads_q, 1, 0, true, 0);
+  }
   const bool causal = p.band.right != Band::kNoLimit && p.band.left == Band::kNoLimit;
   if (!causal && !p.boolean_mask()) {
     return TileOrder::make(tiles, heads, p.group(), 1, 0, true, 0);
@@ -83,7 +84,7 @@ const char* attn_fwd_refusal(const AttentionParams& p, const DeviceLimits& devic
   if (batch * p.heads_q * (ceil_div(p.len_q, 64) + sequences) >= INT32_MAX / 2) {
     return "it takes up to 2^30 tiles of query rows of all heads";
   }
-  if (p.boolean_mask() && !mask_has_pairs(p)) {
+  if (p.boolean_mask() && !boolean_mask_has_pairs(p)) {
     return "of boolean masks it takes those with unit columns, an even number of them, and rows "
            "that start at even addresses";
   }
@@ -93,8 +94,8 @@ const char* attn_fwd_refusal(const AttentionParams& p, const DeviceLimits& devic
     return "of additive masks it takes those of the query's type with unit columns, rows that "
            "start at multiples of 16 bytes, and are not one row for all";
   }
-  if (!has_map(p.q, batch, p.heads_q, p.len_q) || !has_map(p.k, batch, p.heads_kv, p.len_k) ||
-      !has_map(p.v, batch, p.heads_kv, p.len_k)) {
+  if (!has_map(p.q, p.batch, p.heads_q, p.len_q) || !has_map(p.k, p.batch, p.heads_kv, p.len_k) ||
+      !has_map(p.v, p.batch, p.heads_kv, p.len_k)) {
     return "its copies want unit columns, addresses and strides that are multiples of 16 bytes, no "
            "row that is broadcast";
   }
@@ -119,10 +120,9 @@ void launch_attn_fwd(const AttentionParams& params, const MaskTiles& mask_tiles,
   static_cast<AttentionParams&>(p) = params;
   if (!p.packed()) p.keys = RowKeys::of(p.band, sequence_of(p, 0));
   p.order = order_of(p, c, device);
-  const int64_t batch = p.packed() ? 1 : p.batch;
-  p.q_map = tile::make_tensor_map(p.q, p.dim, p.len_q, p.heads_q, batch, 64);
-  p.k_map = tile::make_tensor_map(p.k, p.dim, p.len_k, p.heads_kv, batch, c.block_k);
-  p.v_map = tile::make_tensor_map(p.v, p.dim_v, p.len_k, p.heads_kv, batch, c.block_k);
+  p.q_map = tile::make_tensor_map(p.q, p.dim, p.len_q, p.heads_q, p.batch, 64);
+  p.k_map = tile::make_tensor_map(p.k, p.dim, p.len_k, p.heads_kv, p.batch, c.block_k);
+  p.v_map = tile::make_tensor_map(p.v, p.dim_v, p.len_k, p.heads_kv, p.batch, c.block_k);
   if (p.mask && !p.boolean_mask())
     p.bias_map = tile::make_tensor_map(p.mask, p.len_k, p.len_q, p.heads_q, p.batch, 64);
   p.q_steps = MapSteps::of(p.q), p.k_steps = MapSteps::of(p.k), p.v_steps = MapSteps::of(p.v);

@@ -25,15 +25,15 @@ struct AttnFwdPlan {
   using TileK = tile::SwizzledTile<kBlockK, kConfig.head_dim>;
   using TileV = tile::SwizzledTile<kBlockK, kConfig.dim_v>;
   static constexpr int kStageBytes = kConfig.stage_bytes();
-  using TileBias = tile::SwizzledTile<64, kBlockK>;  // of a warpgroup
-  static constexpr int kBiasStages = kConfig.bias_stages;
+  using TileBias = tile::SwizzledTile<64, kBlockK>;                     // of a warpgroup
+  static constexpr int kBiasStages = kMasks ? kConfig.bias_stages : 1;  // without masks not used
 
   struct SmemPlan {
     alignas(1024) char q[kQStages][kWarpgroups][TileQ::kBytes];
     char kv[kStages][kStageBytes];  // K_0, then K_i and V_i-1 in turns, V_last
-    char bias[kBiasStages][kWarpgroups][TileBias::kBytes];
+    char bias[kConfig.bias_stages][kWarpgroups][TileBias::kBytes];
     tile::PipelineSmem<kQStages> q_pipes[kWarpgroups];
-    tile::PipelineSmem<kMasks ? kBiasStages : 1> bias_pipes[kMasks ? kWarpgroups : 0];
+    tile::PipelineSmem<kBiasStages> bias_pipes[kMasks ? kWarpgroups : 0];
     tile::PipelineSmem<kStages> kv_pipe;
     tile::PipelineSmem<kWorks> work_pipe;
     Work works[kWorks];
@@ -49,7 +49,7 @@ struct AttnFwdPlan {
   const tile::Pipeline<kWorks> work_pipe{smem.work_pipe};
   tile::RingPlace<kQStages> q_at;
   tile::RingPlace<kStages> kv_at;
-  tile::RingPlace<kMasks ? kBiasStages : 1> bias_at;
+  tile::RingPlace<kBiasStages> bias_at;
   tile::RingPlace<kWorks> work_at;
 
   __device__ AttnFwdPlan(const AttnFwdKernelParams& p, SmemPlan& smem) : p(p), smem(smem) {}
@@ -58,8 +58,8 @@ struct AttnFwdPlan {
     return {smem.q_pipes[warpgroup]};
   }
 
-  __device__ auto bias_pipe(int warpgroup) const {
-    return tile::Pipeline<kMasks ? kBiasStages : 1>{smem.bias_pipes[warpgroup]};
+  __device__ tile::Pipeline<kBiasStages> bias_pipe(int warpgroup) const {
+    return {smem.bias_pipes[warpgroup]};
   }
 
   __device__ bool additive() const { return kMasks && p.mask && !p.boolean_mask(); }
