@@ -49,6 +49,7 @@ CPP_SOURCES = [
     "csrc/paged.cpp",
     "csrc/paged_call.cpp",
     "csrc/paged_sm80.cpp",
+    "csrc/paged_sm90.cpp",
     "csrc/stream_words.cpp",
     "csrc/cpu/attention_forward.cpp",
     "csrc/cpu/attention_backward.cpp",
@@ -95,8 +96,10 @@ CUDA_SOURCES = [
     "csrc/sm90/attn_fwd/launch.cu",
     "csrc/sm90/attn_fwd/launch_bf16.cu",
     "csrc/sm90/attn_fwd/launch_bf16_masks.cu",
+    "csrc/sm90/attn_fwd/launch_bf16_pages.cu",
     "csrc/sm90/attn_fwd/launch_fp16.cu",
     "csrc/sm90/attn_fwd/launch_fp16_masks.cu",
+    "csrc/sm90/attn_fwd/launch_fp16_pages.cu",
 ]
 CXX_FLAGS = ["-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall"]
 NVCC_FLAGS = ["-O3", "--std=c++20", "--expt-relaxed-constexpr", "-lineinfo"]
@@ -125,6 +128,7 @@ SPILLS = [
     ("sm80/paged_decode", (21,), "fp32 d128: words read once a step"),
     ("sm80/paged_decode", (22,), "fp32 d256: O and its rests of 3xTF32 alone take 256 registers"),
     ("sm80/paged_prefill", (4, 10), "d128_terms: a word read once a tile"),
+    ("sm90/attn_fwd", (0, 5, 15, 20), "d64: state of the warp that copies from pages"),
     ("sm90/attn_fwd", (9, 24), "d256_terms: a word of the copying warp"),
     ("sm90/attn_fwd", (25,), "fp16 d64_masks: a word of the copying warp, once a call"),
     ("sm90/attn_fwd", (11, 26), "d96_masks: a word of the copying warp, once a call"),

@@ -20,7 +20,7 @@ const char* refusal(const PagedCall& call, Backend backend) {
   if (backend == Backend::kCpu) return call.q.is_cpu() ? nullptr : "the tensors are not on the CPU";
   if (backend == Backend::kAten) return "it does not read paged caches";
   if (!call.q.is_cuda()) return "the tensors are not on a GPU";
-  return backend == Backend::kSm80 ? refuse_paged_sm80(call) : "this build has no such kernel";
+  return backend == Backend::kSm80 ? refuse_paged_sm80(call) : refuse_paged_sm90(call);
 }
 
 at::Tensor run(PagedCall& call, const at::Tensor& out) {
@@ -35,6 +35,8 @@ at::Tensor run(PagedCall& call, const at::Tensor& out) {
     lse.fill_(-INFINITY);
   } else if (backend == Backend::kCpu) {
     cpu::paged_attention(call, out, lse);
+  } else if (backend == Backend::kSm90) {
+    paged_attention_sm90(call);
   } else {
     paged_attention_sm80(call, out, lse);
   }
@@ -56,11 +58,13 @@ std::string paged_attention_kernel(const at::Tensor& q, const at::Tensor& k_cach
                                    const at::Tensor& v_cache, const PageTable& table,
                                    const PagedOptions& options) {
   const PagedCall call(q, k_cache, v_cache, table, options);
-  return describe_backends(
-      [&](Backend backend) { return refusal(call, backend); },
-      [&](Backend backend) {
-        return std::string(backend == Backend::kSm80 ? paged_kernel_sm80(call) : "");
-      });
+  return describe_backends([&](Backend backend) { return refusal(call, backend); },
+                           [&](Backend backend) {
+                             return std::string(backend == Backend::kSm90 ? paged_kernel_sm90(call)
+                                                : backend == Backend::kSm80
+                                                    ? paged_kernel_sm80(call)
+                                                    : "");
+                           });
 }
 
 at::Tensor paged_attention_out(const at::Tensor& q, const at::Tensor& k_cache,

@@ -45,11 +45,8 @@ sm80::AppendRows append_rows(const char* name, const at::Tensor& rows, const at:
   return a;
 }
 
-// Whether there may be requests of more rows than decoding is for. A hint may say there are none.
 bool takes_prefill(const PagedParams& p, const DeviceLimits& device) {
-  const int64_t few = sm80::paged_decode_rows(p);
-  const int64_t most = p.max_len_q > 0 ? p.max_len_q : p.tokens > p.batch ? p.tokens : 1;
-  return most > few && sm80::paged_prefill_serves(p, device);
+  return has_prefill(p) && sm80::paged_prefill_serves(p, device);
 }
 
 // Rows of requests that decoding takes hold nothing of use then: it goes after.
@@ -72,6 +69,15 @@ void launch_prefill(const PagedCall& call, const DeviceLimits& device, c10::cuda
 }
 
 }  // namespace
+
+bool has_prefill(const PagedParams& p) {
+  const int64_t most = p.max_len_q > 0 ? p.max_len_q : p.tokens > p.batch ? p.tokens : 1;
+  return most > sm80::paged_decode_rows(p);
+}
+
+int64_t paged_decode_rows(const PagedParams& p) {
+  return sm80::paged_decode_rows(p);
+}
 
 const char* paged_kernel_sm80(const PagedCall& call) {
   const DeviceLimits device = device_limits(call.q);
@@ -97,6 +103,13 @@ void paged_attention_sm80(const PagedCall& call, const at::Tensor& out, const at
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const bool prefill = takes_prefill(params, device);
   if (prefill) launch_prefill(call, device, stream, out, lse);
+  paged_decode_sm80(call, prefill);
+}
+
+void paged_decode_sm80(const PagedCall& call, bool prefill) {
+  const PagedParams& params = call.params;
+  const DeviceLimits device = device_limits(call.q);
+  const auto stream = c10::cuda::getCurrentCUDAStream();
   sm80::PagedDecodeParams p{params};
   sm80::plan_paged_decode(p, device);
   if (prefill) p.schedule.most_rows = static_cast<int>(sm80::paged_decode_rows(params));
@@ -153,6 +166,13 @@ const char* paged_kernel_sm80(const PagedCall&) {
   return "";
 }
 void paged_attention_sm80(const PagedCall&, const at::Tensor&, const at::Tensor&) {}
+bool has_prefill(const PagedParams&) {
+  return false;
+}
+int64_t paged_decode_rows(const PagedParams&) {
+  return 0;
+}
+void paged_decode_sm80(const PagedCall&, bool) {}
 
 #endif
 

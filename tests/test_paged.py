@@ -238,6 +238,7 @@ def test_small_shared_memory(cuda, small_rows, dim):
         (Case(dtype="bf16", cache="e5m2", dim=256), "paged_decode_e5m2_d256"),
         (replace(CHUNKS, dtype="fp16"), "paged_prefill_fp16_d64"),
         (replace(CHUNKS, dtype="fp16", softcap=1.0), "paged_prefill_fp16_d64_terms"),
+        (replace(CHUNKS, dtype="bf16", tree=True), "paged_decode_bf16_d64"),
     ],
     ids=str,
 )
@@ -254,6 +255,9 @@ def test_which_kernel(device, case, kernel):
     )
     if device == "cpu":
         assert choice.kernel == "cpu" and choice.refused["sm80"] == "the tensors are not on a GPU"
+    elif choice.kernel == "sm90":
+        hopper = kernel.replace("paged_prefill", "attn_fwd")
+        assert hopper != kernel and choice.config == hopper
     else:
         assert (choice.kernel, choice.config) == ("sm80", kernel)
 

@@ -31,8 +31,7 @@ struct IntegersView {
 //   token table   entries [rows, max_tokens], row_stride, rows [batch]  (SGLang: req_to_token)
 //   CSR           entries [pages in use], indptr [batch + 1]            (FlashInfer)
 //
-// Entries past the used ones are never read. Kernels have functions of their own:
-// sm80/paged_keys.h.
+// Entries past the used ones are never read. Kernels have functions of their own: paged_keys.h.
 struct PageTableView {
   IntegersView entries;
   int64_t row_stride = 0;

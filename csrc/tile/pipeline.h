@@ -25,7 +25,7 @@ class RingPlace {
 
 template <int kStages>
 struct PipelineSmem {
-  uint64_t full[kStages];   // one arrival, and the bytes that it expects, if any
+  uint64_t full[kStages];   // an arrival of each thread that fills, and the bytes they expect
   uint64_t empty[kStages];  // an arrival of each warp that reads
 };
 
@@ -35,9 +35,9 @@ struct Pipeline {
   PipelineSmem<kStages>& smem;
 
   // By one thread; ptx::fence_mbarrier_init and a barrier of all follow.
-  __device__ void init(int reading_warps) const {
+  __device__ void init(int reading_warps, int filling_threads = 1) const {
     for (int s = 0; s < kStages; ++s) {
-      ptx::mbarrier_init(smem_address(&smem.full[s]), 1);
+      ptx::mbarrier_init(smem_address(&smem.full[s]), filling_threads);
       ptx::mbarrier_init(smem_address(&smem.empty[s]), reading_warps);
     }
   }

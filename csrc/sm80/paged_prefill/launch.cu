@@ -55,33 +55,17 @@ void launch_paged_prefill(const PagedParams& paged, const KeySplits& splits,
   const size_t row = choose_row(paged, device);
   const AttnFwdConfig& c = kPagedPrefillKernels[row].config;
   PagedPrefillKernelParams p;
-  p.q = paged.q, p.out = paged.out, p.lse = paged.lse;
-  p.sinks = paged.sinks, p.alibi = paged.alibi;
-  const auto keys = [&](const CacheView& cache) {
-    return TensorView{cache.data, paged.q.dtype, 0, cache.head, cache.token, 1};
-  };
-  p.k = keys(paged.k), p.v = keys(paged.v);
-  p.batch = paged.batch, p.heads_q = paged.heads_q, p.heads_kv = paged.heads_kv;
-  p.len_q = paged.tokens;
-  p.dim = paged.dim, p.dim_v = paged.dim_v;
-  p.cu_seqlens_q = p.cu_seqlens_k = paged.cu_seqlens_q.data;
-  p.cu_seqlens_int64 = paged.cu_seqlens_q.int64;
-  p.scale = paged.scale, p.softcap = paged.softcap, p.band = paged.band;
-  p.total_heads = p.heads_q;
+  const AttentionParams keys = attention_over_pages(paged);
+  static_cast<AttentionParams&>(p) = keys;
+  p.k.batch = p.v.batch = 0;  // pages have strides of their own
   p.pages.table = paged.table;
   p.pages.page_size = Divisor(paged.table.page_size);
   p.pages.k_page = paged.k.page * 2, p.pages.v_page = paged.v.page * 2;
   p.pages.few_rows = paged_decode_rows(paged);
-  // The pages of a cache as batch elements: their rows are the heads' tokens.
-  const auto access = [&](const CacheView& cache) {
-    TensorView t = keys(cache);
-    t.batch = cache.page;
-    return row_access(t, 2, p.heads_kv, 2);
-  };
   p.splits = splits;
   const TensorView& out = splits.count > 1 ? splits.out : p.out;
-  p.access = {row_access(p.q, 1, p.heads_q, p.len_q), access(paged.k), access(paged.v),
-              row_access(out, 1, p.heads_q, p.len_q), 0};
+  p.access = {row_access(p.q, 1, p.heads_q, p.len_q), row_access(keys.k, 2, p.heads_kv, 2),
+              row_access(keys.v, 2, p.heads_kv, 2), row_access(out, 1, p.heads_q, p.len_q), 0};
   const auto chunks = [&](const CacheView& cache, int64_t width, PagedChunks& strides) {
     return width * 2 % 16 == 0 &&
            chunks_of(cache, paged.table.page_size, p.heads_kv, width, 2, strides);

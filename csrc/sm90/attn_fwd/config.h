@@ -32,14 +32,20 @@ struct AttnFwdConfig {
   constexpr int acc_regs() const { return dim_v / 2 + block_k; }
 };
 
-// terms: what changes scores before the softmax, beside a positive scale, causal, windows and
-// sinks: their code costs the others 3 %. masks: masks and dropout, with all terms; so much code
-// that it does not fit the instruction cache, where the terms alone do.
+// What a kernel has besides causal, windows and sinks.
+enum class Extras {
+  kNone,
+  kTerms,  // what changes scores before the softmax: their code costs the others 3 %
+  kPages,  // keys in pages, and terms; the copying warps take registers from those that compute
+  // Masks and dropout, and terms; so much code that it does not fit the instruction cache, where
+  // terms alone do.
+  kMasks
+};
+
 struct AttnFwdKernel {
   const char* name;
   DataType dtype;
-  bool terms;
-  bool masks;
+  Extras extras;
   AttnFwdConfig config;
 };
 
@@ -49,48 +55,64 @@ struct AttnFwdKernel {
 // than a sixth of K and V.
 //                                             q, k    v keys groups q stages bias copy math
 inline constexpr AttnFwdConfig kFwd64 = {64, 64, 96, 3, 2, 8, 0, 32, 160};        // registers
+inline constexpr AttnFwdConfig kFwd64Pages = {64, 64, 64, 3, 2, 8, 0, 56, 152};   // registers
 inline constexpr AttnFwdConfig kFwd64Masks = {64, 64, 64, 3, 2, 8, 2, 56, 152};   // registers
 inline constexpr AttnFwdConfig kFwd96 = {96, 96, 128, 2, 2, 5, 0, 40, 232};       // shared memory
+inline constexpr AttnFwdConfig kFwd96Pages = {96, 96, 128, 2, 2, 5, 0, 56, 224};  // shared memory
 inline constexpr AttnFwdConfig kFwd96Masks = {96, 96, 128, 2, 1, 4, 2, 56, 224};  // both
 inline constexpr AttnFwdConfig kFwd128 = {128, 128, 128, 2, 2, 5, 0, 40, 232};    // shared memory
+inline constexpr AttnFwdConfig kFwd128Pages = {128, 128, 128, 2,  2,
+                                               5,   0,   56,  224};  // shared memory
 inline constexpr AttnFwdConfig kFwd128Masks = {128, 128, 128, 2, 1, 4, 2, 56, 224};  // both
 inline constexpr AttnFwdConfig kFwd192 = {192, 128, 96, 2, 1, 4, 0, 40, 232};       // shared memory
+inline constexpr AttnFwdConfig kFwd192Pages = {192, 128, 96, 2, 1, 4, 0, 56, 224};  // shared memory
 inline constexpr AttnFwdConfig kFwd192Masks = {192, 128, 96, 2, 1, 4, 1, 56, 224};  // both
 inline constexpr AttnFwdConfig kFwd256 = {256, 256, 64, 2, 1, 5, 0, 40, 232};       // both
+inline constexpr AttnFwdConfig kFwd256Pages = {256, 256, 64, 2, 1, 5, 0, 56, 224};  // both
 inline constexpr AttnFwdConfig kFwd256Masks = {256, 256, 64, 2, 1, 4, 2, 56, 224};  // both
 
-// Of one type, terms and masks the cheapest first: the first one that holds a head serves it.
+// Of one type and what it has, the narrowest first: the first one that holds a head serves it.
 inline constexpr AttnFwdKernel kAttnFwdKernels[] = {
-    {"attn_fwd_bf16_d64", DataType::kBFloat16, false, false, kFwd64},
-    {"attn_fwd_bf16_d96", DataType::kBFloat16, false, false, kFwd96},
-    {"attn_fwd_bf16_d128", DataType::kBFloat16, false, false, kFwd128},
-    {"attn_fwd_bf16_d192", DataType::kBFloat16, false, false, kFwd192},
-    {"attn_fwd_bf16_d256", DataType::kBFloat16, false, false, kFwd256},
-    {"attn_fwd_bf16_d64_terms", DataType::kBFloat16, true, false, kFwd64},
-    {"attn_fwd_bf16_d96_terms", DataType::kBFloat16, true, false, kFwd96},
-    {"attn_fwd_bf16_d128_terms", DataType::kBFloat16, true, false, kFwd128},
-    {"attn_fwd_bf16_d192_terms", DataType::kBFloat16, true, false, kFwd192},
-    {"attn_fwd_bf16_d256_terms", DataType::kBFloat16, true, false, kFwd256},
-    {"attn_fwd_bf16_d64_masks", DataType::kBFloat16, true, true, kFwd64Masks},
-    {"attn_fwd_bf16_d96_masks", DataType::kBFloat16, true, true, kFwd96Masks},
-    {"attn_fwd_bf16_d128_masks", DataType::kBFloat16, true, true, kFwd128Masks},
-    {"attn_fwd_bf16_d192_masks", DataType::kBFloat16, true, true, kFwd192Masks},
-    {"attn_fwd_bf16_d256_masks", DataType::kBFloat16, true, true, kFwd256Masks},
-    {"attn_fwd_fp16_d64", DataType::kFloat16, false, false, kFwd64},
-    {"attn_fwd_fp16_d96", DataType::kFloat16, false, false, kFwd96},
-    {"attn_fwd_fp16_d128", DataType::kFloat16, false, false, kFwd128},
-    {"attn_fwd_fp16_d192", DataType::kFloat16, false, false, kFwd192},
-    {"attn_fwd_fp16_d256", DataType::kFloat16, false, false, kFwd256},
-    {"attn_fwd_fp16_d64_terms", DataType::kFloat16, true, false, kFwd64},
-    {"attn_fwd_fp16_d96_terms", DataType::kFloat16, true, false, kFwd96},
-    {"attn_fwd_fp16_d128_terms", DataType::kFloat16, true, false, kFwd128},
-    {"attn_fwd_fp16_d192_terms", DataType::kFloat16, true, false, kFwd192},
-    {"attn_fwd_fp16_d256_terms", DataType::kFloat16, true, false, kFwd256},
-    {"attn_fwd_fp16_d64_masks", DataType::kFloat16, true, true, kFwd64Masks},
-    {"attn_fwd_fp16_d96_masks", DataType::kFloat16, true, true, kFwd96Masks},
-    {"attn_fwd_fp16_d128_masks", DataType::kFloat16, true, true, kFwd128Masks},
-    {"attn_fwd_fp16_d192_masks", DataType::kFloat16, true, true, kFwd192Masks},
-    {"attn_fwd_fp16_d256_masks", DataType::kFloat16, true, true, kFwd256Masks},
+    {"attn_fwd_bf16_d64", DataType::kBFloat16, Extras::kNone, kFwd64},
+    {"attn_fwd_bf16_d96", DataType::kBFloat16, Extras::kNone, kFwd96},
+    {"attn_fwd_bf16_d128", DataType::kBFloat16, Extras::kNone, kFwd128},
+    {"attn_fwd_bf16_d192", DataType::kBFloat16, Extras::kNone, kFwd192},
+    {"attn_fwd_bf16_d256", DataType::kBFloat16, Extras::kNone, kFwd256},
+    {"attn_fwd_bf16_d64_terms", DataType::kBFloat16, Extras::kTerms, kFwd64},
+    {"attn_fwd_bf16_d96_terms", DataType::kBFloat16, Extras::kTerms, kFwd96},
+    {"attn_fwd_bf16_d128_terms", DataType::kBFloat16, Extras::kTerms, kFwd128},
+    {"attn_fwd_bf16_d192_terms", DataType::kBFloat16, Extras::kTerms, kFwd192},
+    {"attn_fwd_bf16_d256_terms", DataType::kBFloat16, Extras::kTerms, kFwd256},
+    {"attn_fwd_bf16_d64_pages", DataType::kBFloat16, Extras::kPages, kFwd64Pages},
+    {"attn_fwd_bf16_d96_pages", DataType::kBFloat16, Extras::kPages, kFwd96Pages},
+    {"attn_fwd_bf16_d128_pages", DataType::kBFloat16, Extras::kPages, kFwd128Pages},
+    {"attn_fwd_bf16_d192_pages", DataType::kBFloat16, Extras::kPages, kFwd192Pages},
+    {"attn_fwd_bf16_d256_pages", DataType::kBFloat16, Extras::kPages, kFwd256Pages},
+    {"attn_fwd_bf16_d64_masks", DataType::kBFloat16, Extras::kMasks, kFwd64Masks},
+    {"attn_fwd_bf16_d96_masks", DataType::kBFloat16, Extras::kMasks, kFwd96Masks},
+    {"attn_fwd_bf16_d128_masks", DataType::kBFloat16, Extras::kMasks, kFwd128Masks},
+    {"attn_fwd_bf16_d192_masks", DataType::kBFloat16, Extras::kMasks, kFwd192Masks},
+    {"attn_fwd_bf16_d256_masks", DataType::kBFloat16, Extras::kMasks, kFwd256Masks},
+    {"attn_fwd_fp16_d64", DataType::kFloat16, Extras::kNone, kFwd64},
+    {"attn_fwd_fp16_d96", DataType::kFloat16, Extras::kNone, kFwd96},
+    {"attn_fwd_fp16_d128", DataType::kFloat16, Extras::kNone, kFwd128},
+    {"attn_fwd_fp16_d192", DataType::kFloat16, Extras::kNone, kFwd192},
+    {"attn_fwd_fp16_d256", DataType::kFloat16, Extras::kNone, kFwd256},
+    {"attn_fwd_fp16_d64_terms", DataType::kFloat16, Extras::kTerms, kFwd64},
+    {"attn_fwd_fp16_d96_terms", DataType::kFloat16, Extras::kTerms, kFwd96},
+    {"attn_fwd_fp16_d128_terms", DataType::kFloat16, Extras::kTerms, kFwd128},
+    {"attn_fwd_fp16_d192_terms", DataType::kFloat16, Extras::kTerms, kFwd192},
+    {"attn_fwd_fp16_d256_terms", DataType::kFloat16, Extras::kTerms, kFwd256},
+    {"attn_fwd_fp16_d64_pages", DataType::kFloat16, Extras::kPages, kFwd64Pages},
+    {"attn_fwd_fp16_d96_pages", DataType::kFloat16, Extras::kPages, kFwd96Pages},
+    {"attn_fwd_fp16_d128_pages", DataType::kFloat16, Extras::kPages, kFwd128Pages},
+    {"attn_fwd_fp16_d192_pages", DataType::kFloat16, Extras::kPages, kFwd192Pages},
+    {"attn_fwd_fp16_d256_pages", DataType::kFloat16, Extras::kPages, kFwd256Pages},
+    {"attn_fwd_fp16_d64_masks", DataType::kFloat16, Extras::kMasks, kFwd64Masks},
+    {"attn_fwd_fp16_d96_masks", DataType::kFloat16, Extras::kMasks, kFwd96Masks},
+    {"attn_fwd_fp16_d128_masks", DataType::kFloat16, Extras::kMasks, kFwd128Masks},
+    {"attn_fwd_fp16_d192_masks", DataType::kFloat16, Extras::kMasks, kFwd192Masks},
+    {"attn_fwd_fp16_d256_masks", DataType::kFloat16, Extras::kMasks, kFwd256Masks},
 };
 
 constexpr bool attn_fwd_configs_fit() {

@@ -1,5 +1,4 @@
-// What the copying warp of a block does: finds works and fills the tiles of Q, K, V and an additive
-// mask.
+// What the copying warp of a block does: fills the tiles of Q, K, V and an additive mask.
 #pragma once
 
 #include "plan.cuh"
@@ -15,40 +14,30 @@ struct AttnFwdCopies : AttnFwdPlan<kRow> {
   using Plan::Plan;
   using typename Plan::TileBias, typename Plan::TileK, typename Plan::TileQ, typename Plan::TileV;
 
-  // One thread copies; the others of its warp help to look at masks.
+  // One thread copies; with masks its warp, since they are looked at together.
   static constexpr int kCopyThreads = kMasks ? 32 : 1;
   static __device__ bool leads() { return kMasks ? threadIdx.x == 0 : true; }
 
   __device__ void copy() {
-    const uint32_t count = static_cast<uint32_t>(p.order.count());
-    int sequence = 0;
-    for (uint32_t index = blockIdx.x; index < count;) {
-      uint32_t next = 0;
-      if (leads()) {
-        next = gridDim.x + atomicAdd(p.counters, 1);
-        work_pipe.wait_empty(work_at);
-      }
-      Work& work = smem.works[work_at.stage()];
-      find_work<kBlockQ, kBlockK, kTerms, kMasks>(p, index, sequence, work);
-      hand_out();
+    for (;; work_at.advance()) {
+      work_pipe.wait_full(work_at);
+      const Work& work = smem.works[work_at.stage()];
+      if (!work.any()) break;
+      if (work.tiles > 0)
+        copy_work(work);
+      else if (leads())
+        want_next_work();
       if (kMasks) __syncwarp();
-      if (work.tiles > 0) copy_work(work);
-      index = kMasks ? __shfl_sync(~0u, next, 0) : next;
+      work_pipe.release(work_at);
     }
-    if (!leads()) return;
-    work_pipe.wait_empty(work_at);
-    smem.works[work_at.stage()].batch = -1;
-    hand_out();
-    // The last block to end leaves the counters as it found them.
-    __threadfence();
-    if (atomicAdd(p.counters + 1, 1) == static_cast<int>(gridDim.x) - 1)
-      p.counters[0] = p.counters[1] = 0;
   }
 
-  __device__ void hand_out() {
-    if (leads()) ptx::mbarrier_arrive(work_pipe.full(work_at));
-    work_at.advance();
+  // By one thread, once a work, a few tiles before its end: found sooner it would be kept from
+  // other blocks.
+  __device__ void want_next_work() const {
+    ptx::mbarrier_arrive(tile::smem_address(&smem.next_wanted));
   }
+  static __device__ int wanted_at(int tiles) { return max(tiles - 1, 1); }
 
   // A row of one head, of a tensor or of all that are alike.
   struct Place {
@@ -64,8 +53,8 @@ struct AttnFwdCopies : AttnFwdPlan<kRow> {
         return mask_state<kBlockQ, kBlockK>(p, work.batch, work.head, work.q0, tile);
       });
     };
-    const int batch = work.batch, tiles = work.tiles, len_k = work.keys.len_k;
-    const Place keys{work.k_begin, work.kv_head, batch};
+    const int tiles = work.tiles, len_k = work.keys.len_k;
+    const Place keys{work.k_begin, work.kv_head, work.batch};
     const auto copy_k = [&](int tile) {
       const bool looks_at_mask = masked && !window.full(tile);
       copy_keys<TileK>(p.k_map, p.k_steps, keys, tile, tile * kBlockK + looks_at_mask);
@@ -75,17 +64,12 @@ struct AttnFwdCopies : AttnFwdPlan<kRow> {
     };
     int tile = tile_number(0, work.tile_begin - 1);
     copy_k(tile);
-    if (leads()) {
-      const Place q{work.q_begin + work.q0, work.head, batch};
-      for (int w = 0; w < kWarpgroups; ++w) {
-        this->q_pipe(w).start_filling(q_at, TileQ::kBytes);
-        copy_tile<TileQ>(smem.q[q_at.stage()][w], p.q_map, this->q_pipe(w).full(q_at),
-                         ptx::CacheHint::kEvictFirst, p.q_steps, {q.row + 64 * w, q.head, q.batch});
-      }
-    }
+    if (leads()) copy_q(work);
     q_at.advance();
     copy_bias(work, tile);
+    const int wanted = wanted_at(tiles);
     for (int i = 1; i < tiles; ++i) {
+      if (i == wanted && leads()) want_next_work();
       const int next = tile_number(i, tile);
       copy_k(next);
       copy_v(tile);
@@ -93,6 +77,16 @@ struct AttnFwdCopies : AttnFwdPlan<kRow> {
       tile = next;
     }
     copy_v(tile);
+    if (wanted == tiles && leads()) want_next_work();
+  }
+
+  __device__ void copy_q(const Work& work) {
+    for (int w = 0; w < kWarpgroups; ++w) {
+      this->q_pipe(w).start_filling(q_at, TileQ::kBytes);
+      copy_tile<TileQ>(smem.q[q_at.stage()][w], p.q_map, this->q_pipe(w).full(q_at),
+                       ptx::CacheHint::kEvictFirst, p.q_steps,
+                       {work.q_begin + work.q0 + 64 * w, work.head, work.batch});
+    }
   }
 
   template <typename Tile>

@@ -1,10 +1,10 @@
 // S = scale * Q K^T   P = exp2(S - reference)   l = sum P   O = P V / l   LSE = reference + log l
 //
 // Who does what: a block stays on its multiprocessor and takes one tile of query rows of one head
-// after the other, the longest first, from a counter. A warp of warpgroup 0 finds them and copies
-// Q, K and V by TMA (copies.cuh); the others (math warpgroups) own 64 rows each. They walk over the
-// keys from the first tile on, so that blocks which start together share what the cache holds; S, P
-// and O stay in registers.
+// after the other, the longest first, from a counter. Of warpgroup 0 a warp finds them (works.cuh)
+// and one copies Q, K and V by TMA (copies.cuh; page_copies.cuh); the others (math warpgroups) own
+// 64 rows each. They walk over the keys from the first tile on, so that blocks which start together
+// share what the cache holds; S, P and O stay in registers.
 //
 // A step of a math warpgroup issues S of a tile and, behind it, O += P V of the tile before; while
 // the tensor cores do the latter it makes P of this tile. The warpgroups take turns to issue, so
@@ -17,10 +17,11 @@
 // Barriers (mbarriers; tile/pipeline.h)
 //   q:  full   the copying thread and its bytes; the warpgroup's rows may be read
 //       empty  each of its warps; they may be replaced
-//   kv: full   the copying thread and its bytes; the tile may be read
+//   kv: full   the copying thread and its bytes (pages: warps or threads); the tile may be read
 //       empty  each math warp; the tile may be replaced
 //   bias (an additive mask): as q
-//   works: full   the copying thread; a Work may be read        empty   each math warp
+//   works: full   the finding thread; a Work may be read    empty   each math and copying warp
+//   next_wanted   the copying thread, once a work; the next one may be found
 // Named barriers
 //   kTurn + w, 256 threads: warpgroup w may issue (the one before arrives), and K_i and V_i-1 are
 //     there, since warpgroup 0 has waited for them; tiles - 1 turns a work
@@ -36,7 +37,9 @@
 #include "../../ptx/setmaxnreg.h"
 #include "../../tile/store_pairs.h"
 #include "copies.cuh"
+#include "page_copies.cuh"
 #include "plan.cuh"
+#include "works.cuh"
 
 namespace flashbpt::sm90 {
 
@@ -44,8 +47,9 @@ template <size_t kRow>
 struct AttnFwd : AttnFwdPlan<kRow> {
   using Plan = AttnFwdPlan<kRow>;
   using Plan::bias_at, Plan::kv_at, Plan::kv_pipe, Plan::kWarpgroups, Plan::q_at, Plan::smem;
-  using Plan::kBlockK, Plan::kConfig, Plan::kStageBytes, Plan::kMasks, Plan::kStages, Plan::kTerms,
-      Plan::p;
+  using Plan::kBlockK, Plan::kConfig, Plan::kStageBytes, Plan::kMasks, Plan::kPages, Plan::kStages,
+      Plan::kTerms, Plan::p;
+  using Plan::kTurn, Plan::kCleared;
   using Plan::Plan;
   using Plan::work_at, Plan::work_pipe;
   using typename Plan::T, typename Plan::TileBias, typename Plan::TileK, typename Plan::TileQ;
@@ -53,7 +57,6 @@ struct AttnFwd : AttnFwdPlan<kRow> {
 
   static constexpr int kN = kBlockK / 8;        // column pieces of S
   static constexpr int kO = kConfig.dim_v / 8;  // and of O
-  enum NamedBarrier { kTurn = 1, kCleared = kTurn + kWarpgroups };
 
   using Softmax = OnlineSoftmax<1, kMasks>;
   using Kept = KeptBits<1, kN>;
@@ -258,7 +261,7 @@ struct AttnFwd : AttnFwdPlan<kRow> {
   // V of a packed sequence's last tile: what follows the sequence would meet weights of zero, but
   // NaN times zero is NaN. Each warpgroup clears it, and waits for itself alone.
   __device__ void clear_past_end(int warpgroup, const tile::RingPlace<kStages>& at) const {
-    if (!p.packed()) return;
+    if (!p.packed() || (kPages && p.pages.gathers())) return;  // gathered rows end with zeros
     kv_pipe.wait_full(at);
     const int rows = smem.kv_words[at.stage()];
     if (rows >= kBlockK) return;
@@ -420,20 +423,28 @@ template <size_t kRow>
 __global__ void __launch_bounds__(AttnFwdPlan<kRow>::kConfig.threads(), 1)
     attn_fwd_kernel(const __grid_constant__ AttnFwdKernelParams p) {
   ptx::follow_earlier_grids();
-  using Copies = AttnFwdCopies<kRow>;
-  constexpr AttnFwdConfig kConfig = Copies::kConfig;
+  using Plan = AttnFwdPlan<kRow>;
+  constexpr AttnFwdConfig kConfig = Plan::kConfig;
   extern __shared__ __align__(1024) char smem_raw[];
-  auto& smem = *reinterpret_cast<typename Copies::SmemPlan*>(smem_raw);
-  Copies copies(p, smem);
-  if (threadIdx.x == 0) copies.init();
+  auto& smem = *reinterpret_cast<typename Plan::SmemPlan*>(smem_raw);
+  if (threadIdx.x == 0) Plan(p, smem).init();
   __syncthreads();
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the same, and known to be
-  if (warpgroup == 0) {
-    ptx::give_registers<kConfig.copy_regs>();
-    if (threadIdx.x < Copies::kCopyThreads) copies.copy();
-  } else {
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // the same, and known to be
+  if (warp >= 4) {
     ptx::take_registers<kConfig.math_regs>();
-    AttnFwd<kRow>(p, smem).compute(warpgroup - 1);
+    AttnFwd<kRow>(p, smem).compute(warp / 4 - 1);
+    return;
+  }
+  ptx::give_registers<kConfig.copy_regs>();
+  if constexpr (Plan::kPages) {
+    if (warp < p.pages.warps) return AttnFwdPageCopies<kRow>(p, smem).copy();
+  }
+  if (warp == 3) {
+    using Works = AttnFwdWorks<kRow>;
+    if (threadIdx.x % 32 < Works::kThreads) Works(p, smem).find();
+  } else if (!Plan::kPages && warp == 0) {
+    using Copies = AttnFwdCopies<kRow>;
+    if (threadIdx.x < Copies::kCopyThreads) Copies(p, smem).copy();
   }
 }
 

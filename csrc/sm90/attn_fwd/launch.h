@@ -3,7 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../../attention/mask_tiles.h"
-#include "../../params.h"
+#include "../../paged_params.h"
 
 namespace flashbpt::sm90 {
 
@@ -17,5 +17,11 @@ const char* attn_fwd_kernel(const AttentionParams& p);
 // empty output.
 void launch_attn_fwd(const AttentionParams& p, const MaskTiles& mask_tiles,
                      const DeviceLimits& device, int32_t* counters, cudaStream_t stream);
+
+// The same over paged caches, for requests of more than few_rows rows; others' rows stay untouched.
+const char* paged_prefill_refusal(const PagedParams& p, const DeviceLimits& device);
+const char* paged_prefill_kernel(const PagedParams& p);
+void launch_paged_prefill(const PagedParams& p, int few_rows, const DeviceLimits& device,
+                          int32_t* counters, cudaStream_t stream);
 
 }  // namespace flashbpt::sm90

@@ -2,7 +2,8 @@
 
 namespace flashbpt::sm90 {
 
-template void launch_attn_fwd_typed<__nv_bfloat16, true>(size_t, const AttnFwdKernelParams&, int,
-                                                         cudaStream_t);
+template void launch_attn_fwd_typed<__nv_bfloat16, Extras::kMasks>(size_t,
+                                                                   const AttnFwdKernelParams&, int,
+                                                                   cudaStream_t);
 
 }  // namespace flashbpt::sm90

@@ -2,7 +2,7 @@
 
 namespace flashbpt::sm90 {
 
-template void launch_attn_fwd_typed<__half, false>(size_t, const AttnFwdKernelParams&, int,
-                                                   cudaStream_t);
+template void launch_attn_fwd_typed<__half, Extras::kTerms>(size_t, const AttnFwdKernelParams&, int,
+                                                            cudaStream_t);
 
 }  // namespace flashbpt::sm90

@@ -2,7 +2,7 @@
 
 namespace flashbpt::sm90 {
 
-template void launch_attn_fwd_typed<__half, true>(size_t, const AttnFwdKernelParams&, int,
-                                                  cudaStream_t);
+template void launch_attn_fwd_typed<__half, Extras::kMasks>(size_t, const AttnFwdKernelParams&, int,
+                                                            cudaStream_t);
 
 }  // namespace flashbpt::sm90

@@ -1,5 +1,5 @@
-// The kernels of one element type, with masks or without: a translation unit each, so that they
-// compile side by side.
+// The kernels of one element type with pages, with masks, or with neither: a translation unit each,
+// so that they compile side by side.
 #pragma once
 
 #include "../../launch_kernel.h"
@@ -7,11 +7,12 @@
 
 namespace flashbpt::sm90 {
 
-template <typename T, bool kMasks>
+template <typename T, Extras kUnit>
 void launch_attn_fwd_typed(size_t row, const AttnFwdKernelParams& p, int blocks,
                            cudaStream_t stream) {
   dispatch_row<kAttnFwdKernels, T>(row, false, [&](auto row, auto) {
-    if constexpr (kAttnFwdKernels[row()].masks == kMasks) {
+    constexpr Extras kExtras = kAttnFwdKernels[row()].extras;
+    if constexpr ((kExtras == Extras::kNone ? Extras::kTerms : kExtras) == kUnit) {
       constexpr AttnFwdConfig kConfig = kAttnFwdKernels[row()].config;
       constexpr auto kKernel = attn_fwd_kernel<row()>;
       allow_shared_memory<kKernel>(kConfig.smem_bytes());

@@ -12,13 +12,14 @@ namespace flashbpt::sm90 {
 template <size_t kRow>
 struct AttnFwdPlan {
   static constexpr AttnFwdConfig kConfig = kAttnFwdKernels[kRow].config;
-  static constexpr bool kTerms = kAttnFwdKernels[kRow].terms;
-  static constexpr bool kMasks = kAttnFwdKernels[kRow].masks;
+  static constexpr Extras kExtras = kAttnFwdKernels[kRow].extras;
+  static constexpr bool kTerms = kExtras != Extras::kNone;
+  static constexpr bool kMasks = kExtras == Extras::kMasks, kPages = kExtras == Extras::kPages;
   using T = typename tile::ElementOf<kAttnFwdKernels[kRow].dtype>::Type;
 
   static constexpr int kBlockQ = kConfig.block_q(), kBlockK = kConfig.block_k;
   static constexpr int kWarpgroups = kConfig.warpgroups;
-  static constexpr int kWorks = 4;  // known at a time: one ends, one runs, two are being copied
+  static constexpr int kWorks = 4;  // known at a time: one ends, one runs, one is copied, one found
   static constexpr int kQStages = kConfig.q_stages, kStages = kConfig.stages;
 
   using TileQ = tile::SwizzledTile<64, kConfig.head_dim>;  // of a warpgroup
@@ -28,6 +29,8 @@ struct AttnFwdPlan {
   using TileBias = tile::SwizzledTile<64, kBlockK>;                     // of a warpgroup
   static constexpr int kBiasStages = kMasks ? kConfig.bias_stages : 1;  // without masks not used
 
+  enum NamedBarrier { kTurn = 1, kCleared = kTurn + kWarpgroups };
+
   struct SmemPlan {
     alignas(1024) char q[kQStages][kWarpgroups][TileQ::kBytes];
     char kv[kStages][kStageBytes];  // K_0, then K_i and V_i-1 in turns, V_last
@@ -36,6 +39,8 @@ struct AttnFwdPlan {
     tile::PipelineSmem<kBiasStages> bias_pipes[kMasks ? kWarpgroups : 0];
     tile::PipelineSmem<kStages> kv_pipe;
     tile::PipelineSmem<kWorks> work_pipe;
+    uint64_t next_wanted;  // the copying warp, once a work
+    int sequence;          // that was found last, of a packed call
     Work works[kWorks];
     // Of the tile of K in a stage: its first key, + 1 where a mask has to be looked at. Of a tile
     // of V: the keys from its first one on.
@@ -71,8 +76,9 @@ struct AttnFwdPlan {
       q_pipe(w).init(4);
       if (kMasks) bias_pipe(w).init(4);
     }
-    kv_pipe.init(kMathWarps);
-    work_pipe.init(kMathWarps);
+    kv_pipe.init(kMathWarps, kPages ? p.pages.arrivals() : 1);
+    work_pipe.init(kMathWarps + (kPages ? p.pages.warps : 1));
+    ptx::mbarrier_init(tile::smem_address(&smem.next_wanted), 1);
     ptx::fence_mbarrier_init();
     ptx::prefetch_tensor_map(p.q_map);
     ptx::prefetch_tensor_map(p.k_map);

@@ -7,9 +7,11 @@
 #include "../../attention/find_sequence.h"
 #include "../../attention/mask_tiles.h"
 #include "../../attention/mask_window.h"
+#include "../../attention/paged_keys.h"
 #include "../../attention/score_terms.h"
 #include "../../attention/score_unit.h"
 #include "../../attention/tile_order.h"
+#include "config.h"
 
 namespace flashbpt::sm90 {
 
@@ -43,11 +45,28 @@ struct MapSteps {
   static MapSteps of(const TensorView& t) { return {t.head != 0, t.batch != 0}; }
 };
 
+// Keys in pages, of which k and v make batch elements.
+struct KeyPages {
+  PageTableView table;
+  Divisor page_size;
+  PagedChunks k_chunks, v_chunks;
+  int box_keys = 0;  // keys of a page that the copy engine brings at once; 0: rows are gathered
+  int few_rows = 0;  // requests with so many rows or fewer are another kernel's
+  int warps = 0;     // that copy
+
+  FLASHBPT_HOST_DEVICE explicit operator bool() const { return bool{table.entries}; }
+  FLASHBPT_HOST_DEVICE bool gathers() const { return *this && box_keys == 0; }
+  // What arrives when a stage is filled: a thread of each warp, or all.
+  FLASHBPT_HOST_DEVICE int arrivals() const { return gathers() ? 32 * warps : warps; }
+};
+
 struct AttnFwdKernelParams : AttentionParams {
-  CUtensorMap q_map, k_map, v_map;  // boxes of 64 columns x 64 or block_k rows
+  CUtensorMap q_map, k_map, v_map;  // boxes of 64 columns x 64, block_k or box_keys rows
   CUtensorMap bias_map;             // of an additive mask, 64 x 64
   MapSteps q_steps, k_steps, v_steps, bias_steps;
+  KeyPages pages;
   TileOrder order;      // packed: of room for tiles (attention/find_sequence.h)
+  int cached_keys;      // packed: of all heads together, that a third of the L2 cache holds
   Divisor heads;        // of queries
   Divisor group_heads;  // query heads of a kv head
   RowKeys keys;         // dense
@@ -93,20 +112,68 @@ __device__ int mask_state(const AttnFwdKernelParams& p, int batch, int head, int
       batch, head, q0 / MaskTiles::kRows, tile * (kBlockK / MaskTiles::kCols), p.len_q, p.len_k);
 }
 
-// Fills `work`, in shared memory: by one thread, with masks by its whole warp. sequence: the last
-// one that was found in a packed call.
-template <int kBlockQ, int kBlockK, bool kTerms, bool kMasks>
-__device__ void find_work(const AttnFwdKernelParams& p, uint32_t index, int& sequence, Work& work) {
-  const bool writes = !kMasks || threadIdx.x == 0;
+// A request of a paged call.
+__device__ inline Sequence with_page_lengths(const AttnFwdKernelParams& p, Sequence seq) {
+  seq.k_begin = 0;
+  seq.len_k = paged_length(p.pages.table, static_cast<int>(seq.batch));
+  seq.shift = seq.len_k - seq.len_q;
+  if (seq.len_q <= p.pages.few_rows) seq.len_q = 0;
+  return seq;
+}
+
+struct PackedTile {
+  Sequence seq;
+  int head, tile;  // tile: of the sequence
+};
+
+// Work number `index` of a packed call: from the last tile of the last sequence to the first, all
+// heads of a tile side by side. Where a sequence's keys of all heads exceed the cache, its heads go
+// in sections, as in TileOrder.
+template <int kBlockQ, bool kPages>
+__device__ PackedTile packed_tile(const AttnFwdKernelParams& p, uint32_t index, int near) {
   const TileOrder::Place at = p.order.at(index);
-  int batch, head, q0 = static_cast<int>(at.tile) * kBlockQ, len_q = static_cast<int>(p.len_q);
+  const SequenceTile found = find_query_tile_near(p, at.tile, kBlockQ, near);
+  PackedTile packed{kPages ? with_page_lengths(p, found.seq) : found.seq, static_cast<int>(at.head),
+                    static_cast<int>(found.tile)};
+  if (packed.seq.len_k * p.heads_kv <= p.cached_keys) return packed;
+  // Room for tiles from `first` on, as find_sequence.h counts them.
+  const int64_t b = packed.seq.batch;
+  const uint32_t first = at.tile - packed.tile, heads = p.order.heads.value();
+  const uint32_t end =
+      b + 1 < p.batch
+          ? min(static_cast<uint32_t>(block_begin(p, b + 1) / kBlockQ + b + 1), p.order.tiles)
+          : p.order.tiles;
+  const uint32_t tiles = end - first, group = p.group_heads.value();
+  // At least four works a block, lest the last section's long ones end late.
+  const uint32_t fit = p.cached_keys / static_cast<uint32_t>(packed.seq.len_k) * group;
+  const uint32_t sections = max(heads / max(max(fit, group), 4 * gridDim.x / tiles + 1), 1u);
+  const uint32_t section = (heads / group + sections - 1) / sections * group;
+  uint32_t rest = index - heads * (p.order.tiles - end);
+  const uint32_t head = rest / (section * tiles) * section;
+  rest -= head * tiles;
+  const uint32_t here = min(section, heads - head);
+  packed.head = static_cast<int>(head + rest % here);
+  packed.tile = static_cast<int>(tiles - 1 - rest / here);
+  return packed;
+}
+
+// Fills `work`, in shared memory: by the thread that `writes`, with masks helped by its warp.
+// sequence: the last one that was found in a packed call.
+template <int kBlockQ, int kBlockK, Extras kExtras>
+__device__ void find_work(const AttnFwdKernelParams& p, uint32_t index, int& sequence, Work& work,
+                          bool writes) {
+  constexpr bool kTerms = kExtras != Extras::kNone, kMasks = kExtras == Extras::kMasks;
+  constexpr bool kPages = kExtras == Extras::kPages;
+  int batch, head, q0, len_q = static_cast<int>(p.len_q);
   RowKeys keys = p.keys;
-  if (p.packed()) {
-    const SequenceTile found = find_query_tile_near(p, at.tile, kBlockQ, sequence);
-    batch = sequence = static_cast<int>(found.seq.batch);
-    head = static_cast<int>(at.head);
-    q0 = found.empty ? 0 : static_cast<int>(found.tile) * kBlockQ;
-    len_q = found.empty ? 0 : static_cast<int>(found.seq.len_q);
+  if (kPages || p.packed()) {
+    const PackedTile found = packed_tile<kBlockQ, kPages>(p, index, sequence);
+    const bool empty = found.tile < 0 || int64_t{found.tile} * kBlockQ >= found.seq.len_q;
+    batch = static_cast<int>(found.seq.batch);
+    if (writes) sequence = batch;
+    head = found.head;
+    q0 = empty ? 0 : found.tile * kBlockQ;
+    len_q = empty ? 0 : static_cast<int>(found.seq.len_q);
     keys = RowKeys::of(p.band, found.seq);
     if (writes) {
       work.q_begin = static_cast<int>(found.seq.q_begin);
@@ -114,6 +181,8 @@ __device__ void find_work(const AttnFwdKernelParams& p, uint32_t index, int& seq
       if (kMasks && p.dropout_threshold > 0) work.dropout = Dropout(p, found.seq);
     }
   } else {
+    const TileOrder::Place at = p.order.at(index);
+    q0 = static_cast<int>(at.tile) * kBlockQ;
     batch = static_cast<int>(p.heads.quotient(at.head));
     head = static_cast<int>(p.heads.remainder(at.head));
     if (writes) {
@@ -135,7 +204,7 @@ __device__ void find_work(const AttnFwdKernelParams& p, uint32_t index, int& seq
     tile_first = tile_begin;
     tiles = 0;
     for (int first = tile_begin; first < tile_end; first += 32) {
-      const int tile = first + static_cast<int>(threadIdx.x);
+      const int tile = first + static_cast<int>(threadIdx.x % 32);
       const bool any =
           tile < tile_end && (mask_state<kBlockQ, kBlockK>(p, batch, head, q0, tile) & 1);
       tiles += __popc(__ballot_sync(~0u, any));

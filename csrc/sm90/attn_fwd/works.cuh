@@ -1,0 +1,58 @@
+// What the finding warp of a block does: takes works from the counter of all blocks, and says what
+// they are. It finds one when the copying warp wants it, so that other blocks may have it.
+#pragma once
+
+#include "plan.cuh"
+
+namespace flashbpt::sm90 {
+
+template <size_t kRow>
+struct AttnFwdWorks : AttnFwdPlan<kRow> {
+  using Plan = AttnFwdPlan<kRow>;
+  using Plan::kBlockK, Plan::kBlockQ, Plan::kMasks, Plan::p, Plan::smem;
+  using Plan::Plan;
+  using Plan::work_at, Plan::work_pipe;
+
+  // One thread; with masks its warp, since they are looked at together.
+  static constexpr int kThreads = kMasks ? 32 : 1;
+  static __device__ bool leads() { return kThreads == 1 || threadIdx.x % 32 == 0; }
+
+  __device__ void find() {
+    bool found = find_next(work_at, true);
+    for (uint32_t parity = 0; found; parity ^= 1) {
+      ptx::mbarrier_wait(tile::smem_address(&smem.next_wanted), parity);
+      work_at.advance();
+      found = find_next(work_at, false);
+    }
+  }
+
+  // False where there is none: once a block.
+  __device__ bool find_next(const tile::RingPlace<Plan::kWorks>& at, bool first) const {
+    Work& work = smem.works[at.stage()];
+    work_pipe.wait_empty(at);
+    uint32_t index = blockIdx.x;
+    if (!first) {
+      if (leads()) index = gridDim.x + atomicAdd(p.counters, 1);
+      if (kThreads > 1) index = __shfl_sync(~0u, index, 0);
+    }
+    const bool found = index < static_cast<uint32_t>(p.order.count());
+    if (found) {
+      if (first && leads()) smem.sequence = 0;
+      find_work<kBlockQ, kBlockK, Plan::kExtras>(p, index, smem.sequence, work, leads());
+    } else if (leads()) {
+      work.batch = -1;
+      restore_counters();
+    }
+    if (leads()) ptx::mbarrier_arrive(work_pipe.full(at));
+    return found;
+  }
+
+  // The last block to end leaves the counters as it found them.
+  __device__ void restore_counters() const {
+    __threadfence();
+    if (atomicAdd(p.counters + 1, 1) == static_cast<int>(gridDim.x) - 1)
+      p.counters[0] = p.counters[1] = 0;
+  }
+};
+
+}  // namespace flashbpt::sm90
