@@ -36,11 +36,15 @@ struct AttnFwdConfig {
 enum class Extras {
   kNone,
   kTerms,  // what changes scores before the softmax: their code costs the others 3 %
-  kPages,  // keys in pages, and terms; the copying warps take registers from those that compute
+  kPages,  // keys in pages; the copying warps take registers from those that compute
   // Masks and dropout, and terms; so much code that it does not fit the instruction cache, where
   // terms alone do.
   kMasks
 };
+
+constexpr bool has_terms(Extras extras) {
+  return extras == Extras::kTerms || extras == Extras::kMasks;
+}
 
 struct AttnFwdKernel {
   const char* name;
@@ -55,7 +59,7 @@ struct AttnFwdKernel {
 // than a sixth of K and V.
 //                                             q, k    v keys groups q stages bias copy math
 inline constexpr AttnFwdConfig kFwd64 = {64, 64, 96, 3, 2, 8, 0, 32, 160};        // registers
-inline constexpr AttnFwdConfig kFwd64Pages = {64, 64, 64, 3, 2, 8, 0, 56, 152};   // registers
+inline constexpr AttnFwdConfig kFwd64Pages = {64, 64, 96, 3, 2, 8, 0, 32, 160};   // registers
 inline constexpr AttnFwdConfig kFwd64Masks = {64, 64, 64, 3, 2, 8, 2, 56, 152};   // registers
 inline constexpr AttnFwdConfig kFwd96 = {96, 96, 128, 2, 2, 5, 0, 40, 232};       // shared memory
 inline constexpr AttnFwdConfig kFwd96Pages = {96, 96, 128, 2, 2, 5, 0, 56, 224};  // shared memory

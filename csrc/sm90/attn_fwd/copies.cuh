@@ -23,21 +23,18 @@ struct AttnFwdCopies : AttnFwdPlan<kRow> {
       work_pipe.wait_full(work_at);
       const Work& work = smem.works[work_at.stage()];
       if (!work.any()) break;
-      if (work.tiles > 0)
-        copy_work(work);
-      else if (leads())
-        want_next_work();
+      if (work.tiles > 0) copy_work(work);
+      if (work.tiles < 2 && leads()) want_next_work();
       if (kMasks) __syncwarp();
       work_pipe.release(work_at);
     }
   }
 
-  // By one thread, once a work, a few tiles before its end: found sooner it would be kept from
-  // other blocks.
+  // By one thread, once a work, before its last tile: found sooner it would be kept from other
+  // blocks.
   __device__ void want_next_work() const {
     ptx::mbarrier_arrive(tile::smem_address(&smem.next_wanted));
   }
-  static __device__ int wanted_at(int tiles) { return max(tiles - 1, 1); }
 
   // A row of one head, of a tensor or of all that are alike.
   struct Place {
@@ -67,9 +64,8 @@ struct AttnFwdCopies : AttnFwdPlan<kRow> {
     if (leads()) copy_q(work);
     q_at.advance();
     copy_bias(work, tile);
-    const int wanted = wanted_at(tiles);
     for (int i = 1; i < tiles; ++i) {
-      if (i == wanted && leads()) want_next_work();
+      if (i == tiles - 1 && leads()) want_next_work();
       const int next = tile_number(i, tile);
       copy_k(next);
       copy_v(tile);
@@ -77,7 +73,6 @@ struct AttnFwdCopies : AttnFwdPlan<kRow> {
       tile = next;
     }
     copy_v(tile);
-    if (wanted == tiles && leads()) want_next_work();
   }
 
   __device__ void copy_q(const Work& work) {

@@ -20,42 +20,43 @@ struct AttnFwdPageCopies : AttnFwdCopies<kRow> {
   using typename Copies::TileK, typename Copies::TileV;
 
   __device__ void copy() {
+    if (p.pages.box_keys == 0)
+      copy_works<false, true>();
+    else if (p.pages.warps == 4)
+      copy_works<true, true>();
+    else
+      copy_works<true, false>();
+  }
+
+  template <bool kBoxes, bool kAllCopy>
+  __device__ void copy_works() {
     const AttnFwdWorks<kRow> works(p, smem);
-    const bool finds = threadIdx.x == 96;
-    if (p.pages.warps == 4 && finds) works.find_next(work_at, true);
+    if (kAllCopy && threadIdx.x == 96) works.find_next(work_at, true);
     __syncwarp();
-    const auto want_next_work = [&] {
-      if (p.pages.warps == 4 && finds) works.find_next(work_at.next(), false);
-      if (p.pages.warps < 4 && threadIdx.x == 0) this->want_next_work();
-      __syncwarp();
-    };
     for (;; work_at.advance()) {
       work_pipe.wait_full(work_at);
       const Work& work = smem.works[work_at.stage()];
       if (!work.any()) break;
-      if (work.tiles == 0)
-        want_next_work();
-      else if (p.pages.box_keys > 0)
-        copy_work<true>(work, want_next_work);
-      else
-        copy_work<false>(work, want_next_work);
+      if (work.tiles > 0) copy_work<kBoxes, kAllCopy>(work);
+      if (kAllCopy && threadIdx.x == 96) works.find_next(work_at.next(), false);
+      if (!kAllCopy && work.tiles < 2 && threadIdx.x == 0) this->want_next_work();
       __syncwarp();
       work_pipe.release(work_at);
     }
   }
 
   // Entries of the page table are read a tile ahead, so that nobody waits for them.
-  template <bool kBoxes, typename Want>
-  __device__ void copy_work(const Work& work, const Want& want_next_work) {
+  template <bool kBoxes, bool kAllCopy>
+  __device__ void copy_work(const Work& work) {
     const Request<kBoxes> request(p.pages, work);
-    const int tiles = work.tiles, wanted = this->wanted_at(tiles);
+    const int tiles = work.tiles;
     PagedSlot slot = request.slot(request.entry(work.tile<kTerms>(0)));
     Entry ahead = request.entry(work.tile<kTerms>(min(1, tiles - 1)));
     copy_keys<kBoxes>(work, slot);
     if (threadIdx.x == 0) this->copy_q(work);
     this->q_at.advance();
     for (int i = 1; i < tiles; ++i) {
-      if (i == wanted) want_next_work();
+      if (!kAllCopy && i == tiles - 1 && threadIdx.x == 0) this->want_next_work();
       const PagedSlot values = slot;
       slot = request.slot(ahead);
       ahead = request.entry(work.tile<kTerms>(min(i + 1, tiles - 1)));
@@ -63,7 +64,6 @@ struct AttnFwdPageCopies : AttnFwdCopies<kRow> {
       copy_values<kBoxes>(work, i - 1, values);
     }
     copy_values<kBoxes>(work, tiles - 1, slot);
-    if (wanted == tiles) want_next_work();
   }
 
   template <bool kBoxes>

@@ -13,7 +13,7 @@ template <size_t kRow>
 struct AttnFwdPlan {
   static constexpr AttnFwdConfig kConfig = kAttnFwdKernels[kRow].config;
   static constexpr Extras kExtras = kAttnFwdKernels[kRow].extras;
-  static constexpr bool kTerms = kExtras != Extras::kNone;
+  static constexpr bool kTerms = has_terms(kExtras);
   static constexpr bool kMasks = kExtras == Extras::kMasks, kPages = kExtras == Extras::kPages;
   using T = typename tile::ElementOf<kAttnFwdKernels[kRow].dtype>::Type;
 

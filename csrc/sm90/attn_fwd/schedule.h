@@ -162,7 +162,7 @@ __device__ PackedTile packed_tile(const AttnFwdKernelParams& p, uint32_t index, 
 template <int kBlockQ, int kBlockK, Extras kExtras>
 __device__ void find_work(const AttnFwdKernelParams& p, uint32_t index, int& sequence, Work& work,
                           bool writes) {
-  constexpr bool kTerms = kExtras != Extras::kNone, kMasks = kExtras == Extras::kMasks;
+  constexpr bool kTerms = has_terms(kExtras), kMasks = kExtras == Extras::kMasks;
   constexpr bool kPages = kExtras == Extras::kPages;
   int batch, head, q0, len_q = static_cast<int>(p.len_q);
   RowKeys keys = p.keys;

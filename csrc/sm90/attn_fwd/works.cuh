@@ -2,6 +2,7 @@
 // they are. It finds one when the copying warp wants it, so that other blocks may have it.
 #pragma once
 
+#include "../../ptx/prefetch.h"
 #include "plan.cuh"
 
 namespace flashbpt::sm90 {
@@ -44,7 +45,19 @@ struct AttnFwdWorks : AttnFwdPlan<kRow> {
       restore_counters();
     }
     if (leads()) ptx::mbarrier_arrive(work_pipe.full(at));
+    if (Plan::kPages && found && work.tiles > 0) prefetch_entries(work);
     return found;
+  }
+
+  // The page table's entries of the first tile, to L1: nothing hides the time they take.
+  __device__ void prefetch_entries(const Work& work) const {
+    const IntegersView entries = paged_entries(p.pages.table, work.batch);
+    const int begin = work.tile_begin * kBlockK;
+    const int end = min(begin + kBlockK, work.keys.len_k);
+    const int line = 32 * (p.pages.table.slots ? 1 : static_cast<int>(p.pages.page_size.value()));
+    for (int key = max(begin, work.keys.begin(work.q0)); key < end; key += line)
+      ptx::prefetch_l1(static_cast<const char*>(entries.data) +
+                       paged_entry(p.pages.table, p.pages.page_size, key) * entries.stride);
   }
 
   // The last block to end leaves the counters as it found them.
