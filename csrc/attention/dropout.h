@@ -40,22 +40,9 @@ class KeptBits {
     if (piece % 4 == 0) bits_[piece / 4] = 0;
     bits_[piece / 4] |= bits << (piece % 4 * 8);
   }
-  // Four pieces at once, behind those that came before.
-  __device__ void append_word(uint32_t bits) {
-#pragma unroll
-    for (int word = 0; word + 1 < kWords; ++word) bits_[word] = bits_[word + 1];
-    bits_[kWords - 1] = bits;
-  }
   __device__ bool operator()(int m, int n, int i) const {
     const int piece = n / 2 * kM + m;
     return bits_[piece / 4] >> (piece % 4 * 8 + bit(n % 2, i)) & 1;
-  }
-  // Elements {0, 1} + 2 row_half of the columns n as two halves of a word: ones where kept.
-  __device__ uint32_t halves(int n, int row_half) const {
-    static_assert(kM == 1);
-    const uint32_t bits = bits_[n / 2 / 4] >> (n / 2 % 4 * 8);
-    return (bits >> bit(n % 2, 2 * row_half) & 1) * 0xffffu |
-           (bits >> bit(n % 2, 2 * row_half + 1) & 1) * 0xffff0000u;
   }
   // Of a piece's eight: element i of the half of its columns.
   static constexpr int bit(int half, int i) { return i % 2 * 4 + i / 2 * 2 + half; }
@@ -91,16 +78,6 @@ class DropoutTile {
     }
     return bits;
   }
-  // All of it, in little code: four pieces side by side, since each waits for its last round.
-  __device__ void draw_all(Kept& kept) const {
-#pragma unroll 1
-    for (int first = 0; first < 4 * Kept::kWords; first += 4) {
-      uint32_t bits = 0;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) bits |= draw(first + i) << (8 * i);
-      kept.append_word(bits);
-    }
-  }
   // The share of one of `steps` steps.
   __device__ void draw_share(Kept& kept, int step, int steps) const {
 #pragma unroll
@@ -116,6 +93,69 @@ class DropoutTile {
   uint32_t q_;
   uint32_t k_;
   uint32_t highest_dropped_;
+};
+
+// Draws for a lane that has one pair of rows of a sequence, q and q + 8, and many columns. What
+// does not depend on the column is known after three rounds of six products, of which a call then
+// needs one, one and two; whole calls have two a round.
+class DropoutRows {
+ public:
+  // (row, col): this lane's first element, in the sequence; head: within the call.
+  __device__ DropoutRows(const Dropout& dropout, int head, int row, int col)
+      : keys_(dropout.seed),
+        k_(dropout_counter(dropout.k_origin + col)),
+        highest_dropped_(dropout.highest_dropped) {
+    const auto& key = keys_.key;
+    const uint32_t q = dropout_counter(dropout.q_origin + row);
+    const Product offset(kPhiloxMultiplier0 * dropout.offset), rows(kPhiloxMultiplier1 * q);
+    first_ = offset.high ^ key[0][1];
+    second_ = rows.low ^ key[1][0];
+    const Product p0(kPhiloxMultiplier0 * (rows.high ^ (dropout.batch_head + head) ^ key[0][0]));
+    const Product p1(kPhiloxMultiplier1 * (p0.high ^ offset.low ^ key[1][1]));
+    third_[0] = p1.high ^ key[2][0];
+    third_[1] = p0.low ^ key[2][1];
+    fourth_ = p1.low ^ key[3][0];
+  }
+
+  // The words of {q, q + 8} x {k, k + 8}, k: columns after the first one.
+  __device__ PhiloxWords words(int k) const {
+    const Product p1(kPhiloxMultiplier1 * (first_ ^ (k_ + k)));
+    const Product p0(kPhiloxMultiplier0 * (p1.high ^ second_));
+    const Product q0(kPhiloxMultiplier0 * (p1.low ^ third_[0]));
+    const Product q1(kPhiloxMultiplier1 * (p0.high ^ third_[1]));
+    PhiloxWords c = {{q1.high ^ fourth_, q1.low, q0.high ^ p0.low ^ keys_.key[3][1], q0.low}};
+#pragma unroll
+    for (int round = 4; round < PhiloxKeys::kRounds; ++round) c = philox_round(c, keys_.key[round]);
+    return c;
+  }
+
+  // Weights of 16 bits, as operand a of a product: 0 where they are dropped.
+  template <int kSteps>
+  __device__ void drop(uint32_t (&p)[kSteps][4]) const {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const PhiloxWords even = words(8 * step), odd = words(8 * step + 1);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int word = i % 2 * 2 + i / 2;  // of row q + 8 (i % 2), column k + 8 (i / 2)
+        if (even.word[word] <= highest_dropped_) p[step][i] &= 0xffff0000u;
+        if (odd.word[word] <= highest_dropped_) p[step][i] &= 0x0000ffffu;
+      }
+    }
+  }
+
+ private:
+  struct Product {
+    uint32_t high, low;
+
+    __device__ explicit Product(uint64_t x)
+        : high(static_cast<uint32_t>(x >> 32)), low(static_cast<uint32_t>(x)) {}
+  };
+
+  PhiloxKeys keys_;
+  uint32_t k_;
+  uint32_t highest_dropped_;
+  uint32_t first_, second_, third_[2], fourth_;  // of rounds
 };
 
 }  // namespace flashbpt

@@ -31,15 +31,18 @@ struct PhiloxKeys {
   }
 };
 
+constexpr uint64_t kPhiloxMultiplier0 = 0xD2511F53u, kPhiloxMultiplier1 = 0xCD9E8D57u;
+
+FLASHBPT_HOST_DEVICE inline PhiloxWords philox_round(const PhiloxWords& c,
+                                                     const uint32_t (&key)[2]) {
+  const uint64_t p0 = kPhiloxMultiplier0 * c.word[0];
+  const uint64_t p1 = kPhiloxMultiplier1 * c.word[2];
+  return {{static_cast<uint32_t>(p1 >> 32) ^ c.word[1] ^ key[0], static_cast<uint32_t>(p1),
+           static_cast<uint32_t>(p0 >> 32) ^ c.word[3] ^ key[1], static_cast<uint32_t>(p0)}};
+}
+
 FLASHBPT_HOST_DEVICE inline PhiloxWords philox4x32_7(const PhiloxKeys& keys, PhiloxWords c) {
-  constexpr uint32_t kMultiplier0 = 0xD2511F53u;
-  constexpr uint32_t kMultiplier1 = 0xCD9E8D57u;
-  for (const uint32_t (&key)[2] : keys.key) {
-    const uint64_t p0 = uint64_t{kMultiplier0} * c.word[0];
-    const uint64_t p1 = uint64_t{kMultiplier1} * c.word[2];
-    c = {{static_cast<uint32_t>(p1 >> 32) ^ c.word[1] ^ key[0], static_cast<uint32_t>(p1),
-          static_cast<uint32_t>(p0 >> 32) ^ c.word[3] ^ key[1], static_cast<uint32_t>(p0)}};
-  }
+  for (const uint32_t (&key)[2] : keys.key) c = philox_round(c, key);
   return c;
 }
 

@@ -24,4 +24,11 @@ __device__ inline float reciprocal(float x) {
   return y;
 }
 
+// tanh(x), relative error 2^-11 (PTX ISA 9.7.3.22, tanh.approx).
+__device__ inline float tanh(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 }  // namespace flashbpt::ptx

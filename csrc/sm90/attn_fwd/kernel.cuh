@@ -59,7 +59,6 @@ struct AttnFwd : AttnFwdPlan<kRow> {
   static constexpr int kO = kConfig.dim_v / 8;  // and of O
 
   using Softmax = OnlineSoftmax<1, kMasks>;
-  using Kept = KeptBits<1, kN>;
   using Scores = float[1][kN][4];
   using Output = float[1][kO][4];
   using Weights = uint32_t[kN / 2][4];  // P as operand a
@@ -201,21 +200,18 @@ struct AttnFwd : AttnFwdPlan<kRow> {
   __device__ void first_weights(const Work& work, int warpgroup, Scores& s, Weights& p_reg,
                                 Softmax& softmax) {
     const KeyTile keys = key_tile(work, 0, kv_at);
-    Kept kept;
-    draw(work, warpgroup, keys, kept);
     if (kMasks) __syncwarp();  // all lanes have read what is beside the stage
     release_keys();
     if (!scores_are_products(work, keys)) finish_scores(work, warpgroup, keys, s);
     softmax.start(s);
     tile::pack<T>(s[0], p_reg);
-    drop(kept, p_reg);
+    drop(work, warpgroup, keys, p_reg);
   }
 
   // P of tile number i into p_next_reg, and O += P V of the tile before it from p_reg.
   __device__ void step(const Work& work, const Operands& operands, int warpgroup, int i,
                        Weights& p_reg, Weights& p_next_reg, Output& o, Softmax& softmax) {
     Scores s;
-    Kept kept;
     // Read early: what comes between S and P holds everything up.
     KeyTile keys{};
     bool finished = false;
@@ -237,7 +233,6 @@ struct AttnFwd : AttnFwdPlan<kRow> {
       keys = key_tile(work, i, kv_at);  // now it is there
       finished = scores_are_products(work, keys);
       if (keys.masked) prefetch_mask(work, warpgroup, keys.begin);
-      draw(work, warpgroup, keys, kept);
     }
     ptx::wgmma_wait<1>();  // S is there
     ptx::pin(s[0]);
@@ -251,7 +246,7 @@ struct AttnFwd : AttnFwdPlan<kRow> {
       softmax.update(s, o, [](float (&)[1][2]) {});
       tile::pack<T>(s[0], p_next_reg);
     }
-    drop(kept, p_next_reg);
+    drop(work, warpgroup, keys, p_next_reg);
     ptx::wgmma_wait<0>();  // O is there; P and V are free
     ptx::pin(o[0]);
     ptx::pin(p_reg);
@@ -279,12 +274,16 @@ struct AttnFwd : AttnFwdPlan<kRow> {
   struct KeyTile {
     int begin;
     bool masked;
+    bool seen;    // every key by every row
+    float slope;  // of ALiBi, in the unit of the scores; 0: none
   };
-  // Tile number i, whose K is in that stage.
+  // Tile number i, whose K is in that stage. Without terms the rest is asked for where it is used,
+  // which costs those kernels 3 % less.
   __device__ KeyTile key_tile(const Work& work, int i, const tile::RingPlace<kStages>& at) const {
-    if (!kMasks) return {work.tile<kTerms>(i) * kBlockK, false};
-    const int word = smem.kv_words[at.stage()];
-    return {word & ~1, (word & 1) != 0};
+    if (!kTerms) return {work.tile<kTerms>(i) * kBlockK};
+    const int word = kMasks ? smem.kv_words[at.stage()] : work.tile<kTerms>(i) * kBlockK;
+    const int begin = kMasks ? word & ~1 : word;
+    return {begin, kMasks && (word & 1) != 0, all_seen(work, begin), work.slope * p.slope_unit};
   }
 
   __device__ bool drops() const { return kMasks && p.dropout_threshold > 0; }
@@ -296,18 +295,10 @@ struct AttnFwd : AttnFwdPlan<kRow> {
   __device__ void prefetch_mask(const Work& work, int warpgroup, int begin) const {
     mask_part(work, work.q0 + 64 * warpgroup, begin).prefetch<kBlockK>(threadIdx.x % 128 / 2);
   }
-  __device__ void draw(const Work& work, int warpgroup, const KeyTile& keys, Kept& kept) const {
+  __device__ void drop(const Work& work, int warpgroup, const KeyTile& keys, Weights& p_reg) const {
     if (drops())
-      DropoutTile<1, kN>(work.dropout, work.head, work.q0 + row_of(warpgroup),
-                         keys.begin + col_of())
-          .draw_all(kept);
-  }
-  __device__ void drop(const Kept& kept, Weights& p_reg) const {
-    if (!drops()) return;
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) p_reg[n / 2][n % 2 * 2 + half] &= kept.halves(n, half);
+      DropoutRows(work.dropout, work.head, work.q0 + row_of(warpgroup), keys.begin + col_of())
+          .drop(p_reg);
   }
 
   static __device__ int row_of(int warpgroup) {
@@ -318,22 +309,20 @@ struct AttnFwd : AttnFwdPlan<kRow> {
 
   // No terms, and every row sees every key.
   __device__ bool scores_are_products(const Work& work, const KeyTile& keys) const {
-    if (kTerms && (p.score.natural || p.score.sign != 1.0f || keys.masked)) return false;
-    return all_seen(work, keys);
+    if (!kTerms) return all_seen(work, keys.begin);
+    return keys.seen && !keys.masked && !p.score.natural && p.score.sign == 1.0f && p.cap == 0.0f &&
+           keys.slope == 0.0f;
   }
-  __device__ bool all_seen(const Work& work, const KeyTile& keys) const {
-    return keys.begin >= work.seen_begin && keys.begin + kBlockK <= work.seen_end;
+  __device__ bool all_seen(const Work& work, int begin) const {
+    return begin >= work.seen_begin && begin + kBlockK <= work.seen_end;
   }
 
   __device__ void finish_scores(const Work& work, int warpgroup, const KeyTile& keys, Scores& s) {
     const int row = work.q0 + row_of(warpgroup), col = keys.begin + col_of();
     if constexpr (kTerms) {
       // A bias takes the scale along.
-      const bool only_bias = this->additive() && p.cap == 0.0f && work.slope == 0.0f;
-      if (p.score.natural && !only_bias)
-        add_terms(s, work.slope, static_cast<float>(row + work.keys.diagonal - col));
-      else if (!p.score.natural && p.score.sign != 1.0f)
-        ScoreTerms::for_each(s, [&](float& x, int, int) { x *= p.score.sign; });
+      const bool only_bias = this->additive() && p.cap == 0.0f && keys.slope == 0.0f;
+      if (!only_bias) add_terms(s, keys.slope, static_cast<float>(row + work.keys.diagonal - col));
       if (this->additive()) {
         this->bias_pipe(warpgroup).wait_full(bias_at);
         add_bias<T, TileBias>(s[0], only_bias ? p.scale_fp32 : 1.0f,
@@ -346,21 +335,29 @@ struct AttnFwd : AttnFwdPlan<kRow> {
         mask_part(work, row, col).apply(s[0]);
       }
     }
-    if (all_seen(work, keys)) return;
+    if (kTerms ? keys.seen : all_seen(work, keys.begin)) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       hide_outside(s[0], half, work.keys.begin(row + 8 * half) - col,
                    work.keys.end(row + 8 * half) - col);
   }
 
-  // Scale, softcap, ALiBi. from_first: of this lane's first row from its first key, on the
-  // diagonal.
+  // Softcap, ALiBi, and what else the unit of the scores leaves to do. from_first: of this lane's
+  // first row from its first key, on the diagonal.
   __device__ void add_terms(Scores& s, float slope, float from_first) const {
-    if (p.cap > 0.0f)
-      ScoreTerms::for_each(s, [&](float& x, int, int) { x = p.cap * fast_tanh(x * p.cap_unit); });
-    else
+    if (p.cap > 0.0f) {
+      ScoreTerms::for_each(s, [&](float& x, int, int) { x = capped(x * p.cap_unit); });
+      if (p.score.natural) ScoreTerms::for_each(s, [&](float& x, int, int) { x *= p.cap; });
+    } else if (p.score.natural) {
       ScoreTerms::for_each(s, [&](float& x, int, int) { x *= p.scale_fp32; });
+    } else if (p.score.sign != 1.0f) {
+      ScoreTerms::for_each(s, [&](float& x, int, int) { x *= p.score.sign; });
+    }
     ScoreTerms::add_alibi(s, slope, from_first);
+  }
+  // tanh, whose approximation is coarser than fp16.
+  static __device__ float capped(float x) {
+    return std::is_same_v<T, __half> ? fast_tanh(x) : ptx::tanh(x);
   }
 
   // Zeros and LSE of rows that see no key.

@@ -102,6 +102,21 @@ const char* few_rows_refusal(int64_t tiles, int64_t len_k, const DeviceLimits& d
              : nullptr;
 }
 
+// A softcap alone leaves scores in units of the cap, ALiBi alone in those of the products: one
+// multiplication a score less than natural ones.
+void set_score_unit(AttnFwdKernelParams& p) {
+  p.score = score_unit(p);
+  p.slope_unit = 1.0f;
+  if (!p.score.natural || (p.mask && !p.boolean_mask())) return;
+  const float scale = static_cast<float>(p.scale);
+  if (p.softcap > 0 && !p.alibi) {
+    p.score = {p.score.unit * static_cast<float>(p.softcap), 1.0f, false};
+  } else if (!(p.softcap > 0) && scale > 1e-12f && scale < 1e12f) {
+    p.score = {p.score.unit * scale, 1.0f, false};
+    p.slope_unit = 1.0f / scale;
+  }
+}
+
 // All but what keys lie in.
 AttnFwdKernelParams kernel_params(const AttentionParams& params, const AttnFwdConfig& c,
                                   const DeviceLimits& device) {
@@ -117,7 +132,7 @@ AttnFwdKernelParams kernel_params(const AttentionParams& params, const AttnFwdCo
   p.q_steps = MapSteps::of(p.q), p.k_steps = MapSteps::of(p.k), p.v_steps = MapSteps::of(p.v);
   p.heads = Divisor(p.heads_q);
   p.group_heads = Divisor(p.group());
-  p.score = score_unit(p);
+  set_score_unit(p);
   p.scale_fp32 = static_cast<float>(p.scale);
   p.cap = static_cast<float>(p.softcap);
   p.cap_unit = p.softcap > 0 ? static_cast<float>(p.scale / p.softcap) : 0.0f;

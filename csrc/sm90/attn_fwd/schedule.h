@@ -71,7 +71,8 @@ struct AttnFwdKernelParams : AttentionParams {
   Divisor group_heads;  // query heads of a kv head
   RowKeys keys;         // dense
   ScoreUnit score;
-  float scale_fp32, cap, cap_unit;  // of natural scores: scale, softcap (0: none), their ratio
+  float scale_fp32, cap, cap_unit;  // scale, softcap (0: none), their ratio
+  float slope_unit;                 // of ALiBi's slopes, in that of the scores
   MaskTiles mask_tiles;             // data is null without a boolean mask
   // Two words that are zero before the launch and after it: pieces handed out beyond the first of
   // each block, and blocks that have ended.
