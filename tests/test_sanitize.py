@@ -144,6 +144,8 @@ def test_hopper(cuda, dtype, dim):
     """Its tiles, more of them than multiprocessors, then every term of the scores."""
     case = replace(PLAIN, dtype=dtype, dim=dim, dim_v=128 if dim == 192 else dim)
     run(make(replace(case, lq=200, lk=333), cuda), backend="sm90")
+    if dim == 64:  # fewer keys are another kernel's
+        run(make(replace(case, lq=300, lk=1100, causal=False), cuda), backend="sm90")
     run(make(replace(case, heads=140, kv_heads=2, causal=False), cuda), backend="sm90")
     terms = replace(case, causal=False, sinks=True, lq=66, lk=144)
     run(make(replace(terms, mask="bool:bhqk", window=(60, 20)), cuda), backend="sm90")
@@ -157,6 +159,16 @@ def test_hopper_packed(cuda, dtype, dim):
     for more in ({}, {"alibi": "bh", "window": (90, 9)}):
         inputs = make_varlen(replace(case, **more), cuda)
         run(inputs, flashbpt.varlen_attention, reference.varlen_attention, backend="sm90")
+
+
+@pytest.mark.parametrize("dtype, dim", HOPPER)
+def test_hopper_paged(cuda, dtype, dim):
+    """Boxes for all four copying warps, for fewer, and rows that are gathered."""
+    case = paged_cases.Case(lens=(170, 40, 0), rows=(66, 40, 0), dtype=dtype, dim=dim, kv_heads=1)
+    with flashbpt.use_backend("sm90"):
+        for page_size in (8, 64, 5):
+            paged_cases.check(replace(case, page_size=page_size, sinks=True), cuda)
+        paged_cases.check(replace(case, table="token", window=(50, -1)), cuda)
 
 
 @pytest.mark.parametrize("dtype, dim", HOPPER)
@@ -195,9 +207,10 @@ def test_paged_decode_fp8(cuda, cache, dim):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_paged_prefill(cuda, dtype, dim):
     case = paged_cases.Case(lens=(70, 40), rows=(66, 40), heads=3, kv_heads=1, dim=dim, dtype=dtype)
-    paged_cases.check(case, cuda)
-    paged_cases.check(replace(case, softcap=5.0, alibi="h", sinks=True, page_size=5), cuda)
-    paged_cases.check(replace(case, lens=(600, 40), rows=(70, 1)), cuda)  # split keys
+    with flashbpt.use_backend("sm80"):
+        paged_cases.check(case, cuda)
+        paged_cases.check(replace(case, softcap=5.0, alibi="h", sinks=True, page_size=5), cuda)
+        paged_cases.check(replace(case, lens=(600, 40), rows=(70, 1)), cuda)  # split keys
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

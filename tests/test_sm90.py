@@ -36,6 +36,10 @@ def check_here(inputs):
     check(inputs)
 
 
+# Up to 1024 keys are served by blocks of one warpgroup where heads are no wider than 64.
+MANY_KEYS = 1200
+
+
 # ---- who is served
 def test_rows_of_the_kernel_list(cuda):
     listed = {k["name"] for k in flashbpt._C.kernels() if k["backend"] == "sm90"}
@@ -45,7 +49,7 @@ def test_rows_of_the_kernel_list(cuda):
             x = torch.zeros(1, 2, 300, dim, dtype=DTYPES[dtype], device=cuda)
             v = torch.zeros(1, 2, 300, dim_v, dtype=DTYPES[dtype], device=cuda)
             for kind, options in (
-                ("", {"is_causal": True}),
+                ("(_short)?", {"is_causal": True}),
                 ("_terms", {"softcap": 3.0}),
                 ("_terms", {"scale": -1.0}),
                 ("_masks", {"dropout_p": 0.1}),
@@ -55,6 +59,21 @@ def test_rows_of_the_kernel_list(cuda):
                 assert choice.kernel == "sm90" and choice.config in listed
                 assert re.fullmatch(rf"attn_fwd_{dtype}_d\d+{kind}", choice.config)
                 reached.add(choice.config)
+            keys, values = (t.new_zeros(1, 300, 2, t.shape[-1]) for t in (x, v))
+            table = torch.zeros(1, 1, dtype=torch.int32, device=cuda)
+            choice = flashbpt.which_kernel(
+                x[0].transpose(0, 1),
+                keys,
+                values,
+                table,
+                table[0] + 300,
+                op="paged_attention",
+                cu_seqlens_q=torch.tensor([0, 300], dtype=torch.int32, device=cuda),
+            )
+            assert re.fullmatch(rf"attn_fwd_{dtype}_d\d+_pages", choice.config), str(choice)
+            reached.add(choice.config)
+        x = torch.zeros(1, 2, MANY_KEYS, 64, dtype=DTYPES[dtype], device=cuda)
+        reached.add(flashbpt.which_kernel(x, x, x).config)
     assert reached == listed
 
 
@@ -115,7 +134,7 @@ def test_head_dims(cuda, dim, dim_v, dtype):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype, dim", KERNELS)
 def test_lengths(cuda, dtype, dim, causal):
-    for lq, lk in LENGTHS:
+    for lq, lk in [*LENGTHS, *([(65, 1025), (500, 1333)] if dim == 64 else [])]:
         align = "lower-right" if causal and (lq + lk) % 2 else "upper-left"
         case = replace(PLAIN, lq=lq, lk=lk, dim=dim, dtype=dtype, causal=causal, align=align)
         check_here(make(replace(case, batch=1), cuda))
@@ -126,7 +145,10 @@ def test_lengths(cuda, dtype, dim, causal):
     "window", [(0, 0), (3, 0), (-1, 40), (70, 70), (16, 300), (200, -1)], ids=str
 )
 def test_windows(cuda, window, dtype, dim):
-    for align, lq, lk in (("upper-left", 257, 300), ("lower-right", 700, 480)):
+    sizes = [("upper-left", 257, 300), ("lower-right", 700, 480)]
+    if dim == 64:
+        sizes.append(("lower-right", 500, MANY_KEYS))
+    for align, lq, lk in sizes:
         case = Case(lq=lq, lk=lk, dim=dim, dtype=dtype, window=window, align=align, batch=1)
         check_here(make(case, cuda))
         check_here(make(replace(case, causal=True, lse=True, sinks=True), cuda))
@@ -228,15 +250,16 @@ EXTREMES = {
 @pytest.mark.parametrize("what", EXTREMES)
 def test_scores_that_leave_the_range_of_the_reference(cuda, what, dtype, dim, causal):
     block, step, factor = EXTREMES[what]
-    inputs = make(replace(PLAIN, lq=150, lk=900, dim=dim, dtype=dtype, causal=causal), cuda)
     low = DTYPES[dtype]
-    q, k = rising(150, 900, dim, block, step, low, cuda)
-    inputs.leaves |= {"query": q, "key": k, "value": draw((1, 2, 900, dim), low, cuda)}
-    inputs.options |= {"scale": 1.0, "causal_align": "lower-right", "enable_gqa": False}
-    if dtype == "bf16":
-        inputs.leaves["value"][:, :, 600:] *= factor
-    q[..., 1:] *= dim**-0.5
-    check_here(inputs)
+    for keys in (900, MANY_KEYS) if dim == 64 else (900,):
+        inputs = make(replace(PLAIN, lq=150, lk=keys, dim=dim, dtype=dtype, causal=causal), cuda)
+        q, k = rising(150, keys, dim, block, step, low, cuda)
+        inputs.leaves |= {"query": q, "key": k, "value": draw((1, 2, keys, dim), low, cuda)}
+        inputs.options |= {"scale": 1.0, "causal_align": "lower-right", "enable_gqa": False}
+        if dtype == "bf16":
+            inputs.leaves["value"][:, :, 600:] *= factor
+        q[..., 1:] *= dim**-0.5
+        check_here(inputs)
 
 
 @pytest.mark.parametrize("dtype, dim", KERNELS)
@@ -244,15 +267,16 @@ def test_scores_that_leave_the_range_of_the_reference(cuda, what, dtype, dim, ca
 @pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
 def test_a_key_of_nan_or_infinity(cuda, value, key, dtype, dim):
     """In the tile that is walked first, or later; key -1: in all of them."""
-    x = make(replace(PLAIN, dim=dim, dtype=dtype), cuda, grads=False)
-    q, k, v = (x.leaves[n] for n in ("query", "key", "value"))
-    q[0, 0, 5] = q[0, 0, 5].abs()
-    k[0, 0, slice(None) if key < 0 else key] = value
-    for name, got, wanted in zip(("out", "lse"), *on_both(q, k, v), strict=True):
-        assert torch.equal(got.isnan(), wanted.isnan()), name
-        assert torch.equal(got.isinf(), wanted.isinf()), name
-        finite = wanted.isfinite()
-        assert_close(name, got[finite], wanted[finite], ulps=2, terms=300)
+    for lk in (PLAIN.lk, MANY_KEYS) if dim == 64 else (PLAIN.lk,):
+        x = make(replace(PLAIN, lk=lk, dim=dim, dtype=dtype), cuda, grads=False)
+        q, k, v = (x.leaves[n] for n in ("query", "key", "value"))
+        q[0, 0, 5] = q[0, 0, 5].abs()
+        k[0, 0, slice(None) if key < 0 else key] = value
+        for name, got, wanted in zip(("out", "lse"), *on_both(q, k, v), strict=True):
+            assert torch.equal(got.isnan(), wanted.isnan()), name
+            assert torch.equal(got.isinf(), wanted.isinf()), name
+            finite = wanted.isfinite()
+            assert_close(name, got[finite], wanted[finite], ulps=2, terms=300)
 
 
 def on_both(q, k, v, **options):

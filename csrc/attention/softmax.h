@@ -76,9 +76,11 @@ struct OnlineSoftmax {
   // P of a tile by the references as they stand, packed as operand a of the next product; s stays.
   // The maximum only keeps exponentials in range, and as all terms are positive, a lane's sum of
   // them bounds each. False, with no sum changed, where one is over the limit or NaN, or where a
-  // row has no keys yet: `update` has to do that tile.
+  // row has no keys yet: `update` has to do that tile. To the scores of a row its `shift` is still
+  // to be added.
   template <typename T, int kN>
-  __device__ bool weigh_ahead(const float (&s)[kM][kN][4], uint32_t (&p)[kN / 2][4]) {
+  __device__ bool weigh_ahead(const float (&s)[kM][kN][4], const float (&shift)[2],
+                              uint32_t (&p)[kN / 2][4]) {
     static_assert(kM == 1);
     // P in fp16 ends at 65504; P V has to stay in range too.
     constexpr float kLimit = std::is_same_v<T, __half> ? 0x1p15f : 0x1p30f;
@@ -97,9 +99,11 @@ struct OnlineSoftmax {
     };
     // A reference of -inf gives +inf or NaN.
     if (kMayBoth && subtract_first)
-      weigh([&](float x, int half) { return (x - reference[0][half]) * unit; });
+      weigh([&](float x, int half) { return (x - (reference[0][half] - shift[half])) * unit; });
     else
-      weigh([&](float x, int half) { return fmaf(x, unit, -reference[0][half] * unit); });
+      weigh([&](float x, int half) {
+        return fmaf(x, unit, -(reference[0][half] - shift[half]) * unit);
+      });
     const float low = row_sums[0][0] + row_sums[0][1], high = row_sums[1][0] + row_sums[1][1];
     if (!__all_sync(0xffffffffu, low <= kLimit && high <= kLimit)) return false;
     sum[0][0] += low;

@@ -15,6 +15,7 @@ struct AttnFwdConfig {
   int bias_stages;  // tiles of an additive mask
   int copy_regs;    // registers a thread of the warpgroup that copies
   int math_regs;    // and of those that compute
+  int blocks = 1;   // of a multiprocessor
 
   static constexpr int row_bytes(int dim) { return (dim + 63) / 64 * 128; }
   constexpr int block_q() const { return 64 * warpgroups; }
@@ -35,6 +36,7 @@ struct AttnFwdConfig {
 // What a kernel has besides causal, windows and sinks.
 enum class Extras {
   kNone,
+  kShort,  // nothing; for few keys: several small blocks, since one would wait most of the time
   kTerms,  // what changes scores before the softmax: their code costs the others 3 %
   kPages,  // keys in pages; the copying warps take registers from those that compute
   // Masks and dropout, and terms; so much code that it does not fit the instruction cache, where
@@ -58,13 +60,14 @@ struct AttnFwdKernel {
 // the keys, and their exponentials hide behind the others' products. Two tiles of Q are worth more
 // than a sixth of K and V.
 //                                             q, k    v keys groups q stages bias copy math
-inline constexpr AttnFwdConfig kFwd64 = {64, 64, 96, 3, 2, 8, 0, 32, 160};        // registers
-inline constexpr AttnFwdConfig kFwd64Pages = {64, 64, 96, 3, 2, 8, 0, 32, 160};   // registers
-inline constexpr AttnFwdConfig kFwd64Masks = {64, 64, 64, 3, 2, 8, 2, 56, 152};   // registers
-inline constexpr AttnFwdConfig kFwd96 = {96, 96, 128, 2, 2, 5, 0, 40, 232};       // shared memory
-inline constexpr AttnFwdConfig kFwd96Pages = {96, 96, 128, 2, 2, 5, 0, 56, 224};  // shared memory
-inline constexpr AttnFwdConfig kFwd96Masks = {96, 96, 128, 2, 1, 4, 2, 56, 224};  // both
-inline constexpr AttnFwdConfig kFwd128 = {128, 128, 128, 2, 2, 5, 0, 40, 232};    // shared memory
+inline constexpr AttnFwdConfig kFwd64 = {64, 64, 96, 3, 2, 8, 0, 32, 160};          // registers
+inline constexpr AttnFwdConfig kFwd64Short = {64, 64, 64, 1, 2, 6, 0, 32, 128, 3};  // registers
+inline constexpr AttnFwdConfig kFwd64Pages = {64, 64, 96, 3, 2, 8, 0, 32, 160};     // registers
+inline constexpr AttnFwdConfig kFwd64Masks = {64, 64, 64, 3, 2, 8, 2, 56, 152};     // registers
+inline constexpr AttnFwdConfig kFwd96 = {96, 96, 128, 2, 2, 5, 0, 40, 232};         // shared memory
+inline constexpr AttnFwdConfig kFwd96Pages = {96, 96, 128, 2, 2, 5, 0, 56, 224};    // shared memory
+inline constexpr AttnFwdConfig kFwd96Masks = {96, 96, 128, 2, 1, 4, 2, 56, 224};    // both
+inline constexpr AttnFwdConfig kFwd128 = {128, 128, 128, 2, 2, 5, 0, 40, 232};      // shared memory
 inline constexpr AttnFwdConfig kFwd128Pages = {128, 128, 128, 2,  2,
                                                5,   0,   56,  224};  // shared memory
 inline constexpr AttnFwdConfig kFwd128Masks = {128, 128, 128, 2, 1, 4, 2, 56, 224};  // both
@@ -77,6 +80,7 @@ inline constexpr AttnFwdConfig kFwd256Masks = {256, 256, 64, 2, 1, 4, 2, 56, 224
 
 // Of one type and what it has, the narrowest first: the first one that holds a head serves it.
 inline constexpr AttnFwdKernel kAttnFwdKernels[] = {
+    {"attn_fwd_bf16_d64_short", DataType::kBFloat16, Extras::kShort, kFwd64Short},
     {"attn_fwd_bf16_d64", DataType::kBFloat16, Extras::kNone, kFwd64},
     {"attn_fwd_bf16_d96", DataType::kBFloat16, Extras::kNone, kFwd96},
     {"attn_fwd_bf16_d128", DataType::kBFloat16, Extras::kNone, kFwd128},
@@ -97,6 +101,7 @@ inline constexpr AttnFwdKernel kAttnFwdKernels[] = {
     {"attn_fwd_bf16_d128_masks", DataType::kBFloat16, Extras::kMasks, kFwd128Masks},
     {"attn_fwd_bf16_d192_masks", DataType::kBFloat16, Extras::kMasks, kFwd192Masks},
     {"attn_fwd_bf16_d256_masks", DataType::kBFloat16, Extras::kMasks, kFwd256Masks},
+    {"attn_fwd_fp16_d64_short", DataType::kFloat16, Extras::kShort, kFwd64Short},
     {"attn_fwd_fp16_d64", DataType::kFloat16, Extras::kNone, kFwd64},
     {"attn_fwd_fp16_d96", DataType::kFloat16, Extras::kNone, kFwd96},
     {"attn_fwd_fp16_d128", DataType::kFloat16, Extras::kNone, kFwd128},
@@ -122,13 +127,14 @@ inline constexpr AttnFwdKernel kAttnFwdKernels[] = {
 constexpr bool attn_fwd_configs_fit() {
   for (const AttnFwdKernel& kernel : kAttnFwdKernels) {
     const AttnFwdConfig& c = kernel.config;
-    if (c.smem_bytes() > 227 * 1024) return false;
+    // 1 KB of each block is the system's.
+    if (c.blocks * (c.smem_bytes() + 1024) > 228 * 1024) return false;
     // A warpgroup that sees none of the last tiles holds the last V that it reads until those have
     // come: there has to be room for them beside it.
     const int passed = (64 * (c.warpgroups - 1) + c.block_k - 1) / c.block_k;
     if (2 * passed > c.stages || c.stages < 3) return false;
     // The pool is what the launch takes: a multiple of 8 a thread.
-    const int launched = 65536 / c.threads() / 8 * 8;
+    const int launched = 65536 / (c.blocks * c.threads()) / 8 * 8;
     if (c.copy_regs + c.warpgroups * c.math_regs > (c.warpgroups + 1) * launched) return false;
     if (c.acc_regs() + 24 > c.math_regs) return false;
     if (c.head_dim % 32 != 0 || c.dim_v % 32 != 0 || c.block_k % 16 != 0) return false;

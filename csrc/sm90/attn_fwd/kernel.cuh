@@ -121,9 +121,12 @@ struct AttnFwd : AttnFwdPlan<kRow> {
     }
   }
 
-  __device__ void wait_turn(int warpgroup) const { ptx::barrier_sync(kTurn + warpgroup, 256); }
+  __device__ void wait_turn(int warpgroup) const {
+    if (kWarpgroups > 1) ptx::barrier_sync(kTurn + warpgroup, 256);
+  }
   __device__ void hand_over(int warpgroup) const {
-    ptx::barrier_arrive(kTurn + (warpgroup + 1 == kWarpgroups ? 0 : warpgroup + 1), 256);
+    if (kWarpgroups > 1)
+      ptx::barrier_arrive(kTurn + (warpgroup + 1 == kWarpgroups ? 0 : warpgroup + 1), 256);
   }
 
   // Q and K of a work's first tile.
@@ -202,7 +205,9 @@ struct AttnFwd : AttnFwdPlan<kRow> {
     const KeyTile keys = key_tile(work, 0, kv_at);
     if (kMasks) __syncwarp();  // all lanes have read what is beside the stage
     release_keys();
-    if (!scores_are_products(work, keys)) finish_scores(work, warpgroup, keys, s);
+    float shift[2] = {};
+    if (!scores_are_products(work, keys)) finish_scores(work, warpgroup, keys, s, shift);
+    if (kTerms && keys.slope != 0.0f) add_shift(s, shift);
     softmax.start(s);
     tile::pack<T>(s[0], p_reg);
     drop(work, warpgroup, keys, p_reg);
@@ -237,12 +242,14 @@ struct AttnFwd : AttnFwdPlan<kRow> {
     ptx::wgmma_wait<1>();  // S is there
     ptx::pin(s[0]);
     release_keys();
-    if (!finished) finish_scores(work, warpgroup, keys, s);
+    float shift[2] = {};
+    if (!finished) finish_scores(work, warpgroup, keys, s, shift);
     // The wait inside is each warp's own, though PTX wants the warpgroup to branch as one: without
     // a branch before the next wait ptxas puts that before the exponentials, or serializes wgmma.
-    if (!softmax.template weigh_ahead<T>(s, p_next_reg)) {
+    if (!softmax.template weigh_ahead<T>(s, shift, p_next_reg)) {
       ptx::wgmma_wait<0>();
       ptx::pin(o[0]);
+      if (kTerms && keys.slope != 0.0f) add_shift(s, shift);
       softmax.update(s, o, [](float (&)[1][2]) {});
       tile::pack<T>(s[0], p_next_reg);
     }
@@ -317,12 +324,17 @@ struct AttnFwd : AttnFwdPlan<kRow> {
     return begin >= work.seen_begin && begin + kBlockK <= work.seen_end;
   }
 
-  __device__ void finish_scores(const Work& work, int warpgroup, const KeyTile& keys, Scores& s) {
+  // shift: what is left to add to a row's scores, all of them alike.
+  __device__ void finish_scores(const Work& work, int warpgroup, const KeyTile& keys, Scores& s,
+                                float (&shift)[2]) {
     const int row = work.q0 + row_of(warpgroup), col = keys.begin + col_of();
     if constexpr (kTerms) {
       // A bias takes the scale along.
       const bool only_bias = this->additive() && p.cap == 0.0f && keys.slope == 0.0f;
-      if (!only_bias) add_terms(s, keys.slope, static_cast<float>(row + work.keys.diagonal - col));
+      if (!only_bias) {
+        cap_scores(s);
+        add_distances(work, warpgroup, keys, row + work.keys.diagonal - col, s, shift);
+      }
       if (this->additive()) {
         this->bias_pipe(warpgroup).wait_full(bias_at);
         add_bias<T, TileBias>(s[0], only_bias ? p.scale_fp32 : 1.0f,
@@ -342,9 +354,8 @@ struct AttnFwd : AttnFwdPlan<kRow> {
                    work.keys.end(row + 8 * half) - col);
   }
 
-  // Softcap, ALiBi, and what else the unit of the scores leaves to do. from_first: of this lane's
-  // first row from its first key, on the diagonal.
-  __device__ void add_terms(Scores& s, float slope, float from_first) const {
+  // Softcap, or what the unit of the scores leaves to do of the scale.
+  __device__ void cap_scores(Scores& s) const {
     if (p.cap > 0.0f) {
       ScoreTerms::for_each(s, [&](float& x, int, int) { x = capped(x * p.cap_unit); });
       if (p.score.natural) ScoreTerms::for_each(s, [&](float& x, int, int) { x *= p.cap; });
@@ -353,7 +364,24 @@ struct AttnFwd : AttnFwdPlan<kRow> {
     } else if (p.score.sign != 1.0f) {
       ScoreTerms::for_each(s, [&](float& x, int, int) { x *= p.score.sign; });
     }
-    ScoreTerms::add_alibi(s, slope, from_first);
+  }
+  // ALiBi. On one side of the diagonal it is linear: what grows along a row is added, the rest is
+  // the row's shift. from_first: from this lane's first key to its first row, on the diagonal.
+  __device__ void add_distances(const Work& work, int warpgroup, const KeyTile& keys,
+                                int from_first, Scores& s, float (&shift)[2]) const {
+    if (keys.slope == 0.0f) return;
+    const int corner = work.q0 + 64 * warpgroup + work.keys.diagonal - keys.begin;
+    const bool left = corner >= kBlockK - 1, right = corner + 63 <= 0;
+    if (!left && !right)
+      return ScoreTerms::add_alibi(s, keys.slope, static_cast<float>(from_first));
+    const float slope = left ? keys.slope : -keys.slope;
+    ScoreTerms::for_each(s, [&](float& x, int, int c) { x = fmaf(slope, c, x); });
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      shift[half] = -slope * static_cast<float>(from_first + 8 * half);
+  }
+  static __device__ void add_shift(Scores& s, const float (&shift)[2]) {
+    ScoreTerms::for_each(s, [&](float& x, int r, int) { x += shift[r / 8]; });
   }
   // tanh, whose approximation is coarser than fp16.
   static __device__ float capped(float x) {
@@ -417,7 +445,8 @@ struct AttnFwd : AttnFwdPlan<kRow> {
 };
 
 template <size_t kRow>
-__global__ void __launch_bounds__(AttnFwdPlan<kRow>::kConfig.threads(), 1)
+__global__ void __launch_bounds__(AttnFwdPlan<kRow>::kConfig.threads(),
+                                  AttnFwdPlan<kRow>::kConfig.blocks)
     attn_fwd_kernel(const __grid_constant__ AttnFwdKernelParams p) {
   ptx::follow_earlier_grids();
   using Plan = AttnFwdPlan<kRow>;

@@ -24,6 +24,7 @@ namespace {
 constexpr int64_t kLargestDim = 256;
 constexpr int64_t kCacheParts = 3;  // of the L2 cache one is for the keys of a section
 constexpr int kMostCopyingWarps = 4;
+constexpr int64_t kFewKeys = 1024;  // of a sequence on average
 constexpr const char* kRefusedStrides =
     "its copies want unit columns, addresses and strides that are multiples of 16 bytes, no row "
     "that is broadcast";
@@ -40,7 +41,9 @@ size_t row_with(const AttentionParams& p, Extras extras) {
 Extras extras_of(const AttentionParams& p) {
   const ScoreUnit score = score_unit(p);
   if (p.mask || (p.dropout_threshold > 0 && !p.drops_all())) return Extras::kMasks;
-  return score.natural || score.sign != 1.0f ? Extras::kTerms : Extras::kNone;
+  if (score.natural || score.sign != 1.0f) return Extras::kTerms;
+  const int64_t keys = p.packed() ? p.len_k / std::max<int64_t>(p.batch, 1) : p.len_k;
+  return keys <= kFewKeys && std::max(p.dim, p.dim_v) <= 64 ? Extras::kShort : Extras::kNone;
 }
 
 // Strides of dimensions of size 1 do not matter; rows that are all the same have no stride to step
@@ -141,7 +144,8 @@ AttnFwdKernelParams kernel_params(const AttentionParams& params, const AttnFwdCo
 
 void launch(size_t row, const AttnFwdKernelParams& p, const DeviceLimits& device,
             cudaStream_t stream) {
-  const int blocks = static_cast<int>(std::min<int64_t>(p.order.count(), device.multiprocessors));
+  const int64_t slots = int64_t{device.multiprocessors} * kAttnFwdKernels[row].config.blocks;
+  const int blocks = static_cast<int>(std::min(p.order.count(), slots));
   dispatch_element(p.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     if constexpr (sizeof(T) == 2) {
@@ -210,6 +214,9 @@ const char* paged_prefill_refusal(const PagedParams& paged, const DeviceLimits& 
     return "it takes requests of many rows, with contiguous cu_seqlens_q";
   }
   const AttentionParams p = attention_over_pages(paged);
+  if (extras_of(p) == Extras::kTerms) {
+    return "over pages it takes no softcap, no ALiBi and scales that are positive";
+  }
   if (const char* reason = refusal(p, Extras::kPages, paged.table.most_keys, device)) return reason;
   const int64_t page_size = paged.table.page_size;
   if (!rows_aligned(p.k, paged.k.pages, p.heads_kv, page_size, 16) ||

@@ -12,7 +12,8 @@ void launch_attn_fwd_typed(size_t row, const AttnFwdKernelParams& p, int blocks,
                            cudaStream_t stream) {
   dispatch_row<kAttnFwdKernels, T>(row, false, [&](auto row, auto) {
     constexpr Extras kExtras = kAttnFwdKernels[row()].extras;
-    if constexpr ((kExtras == Extras::kNone ? Extras::kTerms : kExtras) == kUnit) {
+    constexpr bool kPlain = kExtras == Extras::kNone || kExtras == Extras::kShort;
+    if constexpr ((kPlain ? Extras::kTerms : kExtras) == kUnit) {
       constexpr AttnFwdConfig kConfig = kAttnFwdKernels[row()].config;
       constexpr auto kKernel = attn_fwd_kernel<row()>;
       allow_shared_memory<kKernel>(kConfig.smem_bytes());
