@@ -36,8 +36,9 @@ def check_here(inputs):
     check(inputs)
 
 
-# Up to 1024 keys are served by blocks of one warpgroup where heads are no wider than 64.
-MANY_KEYS = 1200
+# Up to 1024 keys are served by blocks of one warpgroup where heads are no wider than 64. So many
+# heads that keys need not be split.
+MANY_KEYS, MANY_HEADS = 1200, 72
 
 
 # ---- who is served
@@ -52,8 +53,8 @@ def test_rows_of_the_kernel_list(cuda):
                 ("(_short)?", {"is_causal": True}),
                 ("_terms", {"softcap": 3.0}),
                 ("_terms", {"scale": -1.0}),
-                ("_masks", {"dropout_p": 0.1}),
                 ("_masks", {"attn_mask": mask}),
+                ("_dropout", {"dropout_p": 0.1}),
             ):
                 choice = flashbpt.which_kernel(x, x, v, **options)
                 assert choice.kernel == "sm90" and choice.config in listed
@@ -72,7 +73,7 @@ def test_rows_of_the_kernel_list(cuda):
             )
             assert re.fullmatch(rf"attn_fwd_{dtype}_d\d+_pages", choice.config), str(choice)
             reached.add(choice.config)
-        x = torch.zeros(1, 2, MANY_KEYS, 64, dtype=DTYPES[dtype], device=cuda)
+        x = torch.zeros(1, 8, MANY_KEYS, 64, dtype=DTYPES[dtype], device=cuda)
         reached.add(flashbpt.which_kernel(x, x, x).config)
     assert reached == listed
 
@@ -111,7 +112,7 @@ def test_refusals_of_layouts(cuda):
 
 
 def test_small_shared_memory(cuda):
-    x = torch.randn(1, 2, 100, 64, device=cuda).bfloat16()
+    x = torch.randn(1, 2, MANY_KEYS, 64, device=cuda).bfloat16()
     flashbpt._C.limit_shared_memory(99 * 1024)
     try:
         assert "shared memory" in flashbpt.which_kernel(x, x, x).refused["sm90"]
@@ -137,7 +138,8 @@ def test_lengths(cuda, dtype, dim, causal):
     for lq, lk in [*LENGTHS, *([(65, 1025), (500, 1333)] if dim == 64 else [])]:
         align = "lower-right" if causal and (lq + lk) % 2 else "upper-left"
         case = replace(PLAIN, lq=lq, lk=lk, dim=dim, dtype=dtype, causal=causal, align=align)
-        check_here(make(replace(case, batch=1), cuda))
+        more = {"heads": MANY_HEADS, "kv_heads": 2} if lk > 1024 else {}
+        check_here(make(replace(case, batch=1, **more), cuda))
 
 
 @pytest.mark.parametrize("dtype, dim", KERNELS)
@@ -150,6 +152,8 @@ def test_windows(cuda, window, dtype, dim):
         sizes.append(("lower-right", 500, MANY_KEYS))
     for align, lq, lk in sizes:
         case = Case(lq=lq, lk=lk, dim=dim, dtype=dtype, window=window, align=align, batch=1)
+        if lk > 1024:
+            case = replace(case, heads=MANY_HEADS, kv_heads=2)
         check_here(make(case, cuda))
         check_here(make(replace(case, causal=True, lse=True, sinks=True), cuda))
 
@@ -223,9 +227,9 @@ def test_more_tiles_than_the_gpu_has_multiprocessors(cuda):
 
 
 # ---- the softmax without a maximum
-def rising(rows, keys, dim, block, step, dtype, device):
+def rising(heads, rows, keys, dim, block, step, dtype, device):
     """q and k whose scores rise by `step` from a block of keys to the next one."""
-    q, k = draw((1, 2, rows, dim), dtype, device), draw((1, 2, keys, dim), dtype, device)
+    q, k = (draw((1, heads, n, dim), dtype, device) for n in (rows, keys))
     q[..., 0] = 8
     k[..., 0] = (torch.arange(keys, device=device) // block * step / 8).to(dtype)
     return q, k
@@ -253,8 +257,9 @@ def test_scores_that_leave_the_range_of_the_reference(cuda, what, dtype, dim, ca
     low = DTYPES[dtype]
     for keys in (900, MANY_KEYS) if dim == 64 else (900,):
         inputs = make(replace(PLAIN, lq=150, lk=keys, dim=dim, dtype=dtype, causal=causal), cuda)
-        q, k = rising(150, keys, dim, block, step, low, cuda)
-        inputs.leaves |= {"query": q, "key": k, "value": draw((1, 2, keys, dim), low, cuda)}
+        heads = MANY_HEADS if keys > 1024 else 2
+        q, k = rising(heads, 150, keys, dim, block, step, low, cuda)
+        inputs.leaves |= {"query": q, "key": k, "value": draw((1, heads, keys, dim), low, cuda)}
         inputs.options |= {"scale": 1.0, "causal_align": "lower-right", "enable_gqa": False}
         if dtype == "bf16":
             inputs.leaves["value"][:, :, 600:] *= factor
@@ -268,7 +273,8 @@ def test_scores_that_leave_the_range_of_the_reference(cuda, what, dtype, dim, ca
 def test_a_key_of_nan_or_infinity(cuda, value, key, dtype, dim):
     """In the tile that is walked first, or later; key -1: in all of them."""
     for lk in (PLAIN.lk, MANY_KEYS) if dim == 64 else (PLAIN.lk,):
-        x = make(replace(PLAIN, lk=lk, dim=dim, dtype=dtype), cuda, grads=False)
+        more = {"heads": MANY_HEADS, "kv_heads": 2} if lk > 1024 else {}
+        x = make(replace(PLAIN, lk=lk, dim=dim, dtype=dtype, **more), cuda, grads=False)
         q, k, v = (x.leaves[n] for n in ("query", "key", "value"))
         q[0, 0, 5] = q[0, 0, 5].abs()
         k[0, 0, slice(None) if key < 0 else key] = value

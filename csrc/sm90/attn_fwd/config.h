@@ -36,16 +36,18 @@ struct AttnFwdConfig {
 // What a kernel has besides causal, windows and sinks.
 enum class Extras {
   kNone,
-  kShort,  // nothing; for few keys: several small blocks, since one would wait most of the time
-  kTerms,  // what changes scores before the softmax: their code costs the others 3 %
-  kPages,  // keys in pages; the copying warps take registers from those that compute
-  // Masks and dropout, and terms; so much code that it does not fit the instruction cache, where
-  // terms alone do.
-  kMasks
+  kShort,   // nothing; for few keys: several small blocks, since one would wait most of the time
+  kTerms,   // what changes scores before the softmax: their code costs the others 3 %
+  kPages,   // keys in pages; the copying warps take registers from those that compute
+  kMasks,   // and terms
+  kDropout  // masks and terms; so much code that it does not fit the instruction cache
 };
 
+constexpr bool has_masks(Extras extras) {
+  return extras == Extras::kMasks || extras == Extras::kDropout;
+}
 constexpr bool has_terms(Extras extras) {
-  return extras == Extras::kTerms || extras == Extras::kMasks;
+  return extras == Extras::kTerms || has_masks(extras);
 }
 
 struct AttnFwdKernel {
@@ -66,14 +68,12 @@ inline constexpr AttnFwdConfig kFwd64Pages = {64, 64, 96, 3, 2, 8, 0, 32, 160}; 
 inline constexpr AttnFwdConfig kFwd64Masks = {64, 64, 64, 3, 2, 8, 2, 56, 152};     // registers
 inline constexpr AttnFwdConfig kFwd96 = {96, 96, 128, 2, 2, 5, 0, 40, 232};         // shared memory
 inline constexpr AttnFwdConfig kFwd96Pages = {96, 96, 128, 2, 2, 5, 0, 56, 224};    // shared memory
-inline constexpr AttnFwdConfig kFwd96Masks = {96, 96, 128, 2, 1, 4, 2, 56, 224};    // both
 inline constexpr AttnFwdConfig kFwd128 = {128, 128, 128, 2, 2, 5, 0, 40, 232};      // shared memory
 inline constexpr AttnFwdConfig kFwd128Pages = {128, 128, 128, 2,  2,
                                                5,   0,   56,  224};  // shared memory
 inline constexpr AttnFwdConfig kFwd128Masks = {128, 128, 128, 2, 1, 4, 2, 56, 224};  // both
 inline constexpr AttnFwdConfig kFwd192 = {192, 128, 96, 2, 1, 4, 0, 40, 232};       // shared memory
 inline constexpr AttnFwdConfig kFwd192Pages = {192, 128, 96, 2, 1, 4, 0, 56, 224};  // shared memory
-inline constexpr AttnFwdConfig kFwd192Masks = {192, 128, 96, 2, 1, 4, 1, 56, 224};  // both
 inline constexpr AttnFwdConfig kFwd256 = {256, 256, 64, 2, 1, 5, 0, 40, 232};       // both
 inline constexpr AttnFwdConfig kFwd256Pages = {256, 256, 64, 2, 1, 5, 0, 56, 224};  // both
 inline constexpr AttnFwdConfig kFwd256Masks = {256, 256, 64, 2, 1, 4, 2, 56, 224};  // both
@@ -97,10 +97,11 @@ inline constexpr AttnFwdKernel kAttnFwdKernels[] = {
     {"attn_fwd_bf16_d192_pages", DataType::kBFloat16, Extras::kPages, kFwd192Pages},
     {"attn_fwd_bf16_d256_pages", DataType::kBFloat16, Extras::kPages, kFwd256Pages},
     {"attn_fwd_bf16_d64_masks", DataType::kBFloat16, Extras::kMasks, kFwd64Masks},
-    {"attn_fwd_bf16_d96_masks", DataType::kBFloat16, Extras::kMasks, kFwd96Masks},
     {"attn_fwd_bf16_d128_masks", DataType::kBFloat16, Extras::kMasks, kFwd128Masks},
-    {"attn_fwd_bf16_d192_masks", DataType::kBFloat16, Extras::kMasks, kFwd192Masks},
     {"attn_fwd_bf16_d256_masks", DataType::kBFloat16, Extras::kMasks, kFwd256Masks},
+    {"attn_fwd_bf16_d64_dropout", DataType::kBFloat16, Extras::kDropout, kFwd64Masks},
+    {"attn_fwd_bf16_d128_dropout", DataType::kBFloat16, Extras::kDropout, kFwd128Masks},
+    {"attn_fwd_bf16_d256_dropout", DataType::kBFloat16, Extras::kDropout, kFwd256Masks},
     {"attn_fwd_fp16_d64_short", DataType::kFloat16, Extras::kShort, kFwd64Short},
     {"attn_fwd_fp16_d64", DataType::kFloat16, Extras::kNone, kFwd64},
     {"attn_fwd_fp16_d96", DataType::kFloat16, Extras::kNone, kFwd96},
@@ -118,10 +119,11 @@ inline constexpr AttnFwdKernel kAttnFwdKernels[] = {
     {"attn_fwd_fp16_d192_pages", DataType::kFloat16, Extras::kPages, kFwd192Pages},
     {"attn_fwd_fp16_d256_pages", DataType::kFloat16, Extras::kPages, kFwd256Pages},
     {"attn_fwd_fp16_d64_masks", DataType::kFloat16, Extras::kMasks, kFwd64Masks},
-    {"attn_fwd_fp16_d96_masks", DataType::kFloat16, Extras::kMasks, kFwd96Masks},
     {"attn_fwd_fp16_d128_masks", DataType::kFloat16, Extras::kMasks, kFwd128Masks},
-    {"attn_fwd_fp16_d192_masks", DataType::kFloat16, Extras::kMasks, kFwd192Masks},
     {"attn_fwd_fp16_d256_masks", DataType::kFloat16, Extras::kMasks, kFwd256Masks},
+    {"attn_fwd_fp16_d64_dropout", DataType::kFloat16, Extras::kDropout, kFwd64Masks},
+    {"attn_fwd_fp16_d128_dropout", DataType::kFloat16, Extras::kDropout, kFwd128Masks},
+    {"attn_fwd_fp16_d256_dropout", DataType::kFloat16, Extras::kDropout, kFwd256Masks},
 };
 
 constexpr bool attn_fwd_configs_fit() {

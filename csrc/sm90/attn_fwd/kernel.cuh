@@ -47,8 +47,8 @@ template <size_t kRow>
 struct AttnFwd : AttnFwdPlan<kRow> {
   using Plan = AttnFwdPlan<kRow>;
   using Plan::bias_at, Plan::kv_at, Plan::kv_pipe, Plan::kWarpgroups, Plan::q_at, Plan::smem;
-  using Plan::kBlockK, Plan::kConfig, Plan::kStageBytes, Plan::kMasks, Plan::kPages, Plan::kStages,
-      Plan::kTerms, Plan::p;
+  using Plan::kBlockK, Plan::kConfig, Plan::kDropout, Plan::kStageBytes, Plan::kMasks, Plan::kPages,
+      Plan::kStages, Plan::kTerms, Plan::p;
   using Plan::kTurn, Plan::kCleared;
   using Plan::Plan;
   using Plan::work_at, Plan::work_pipe;
@@ -293,7 +293,7 @@ struct AttnFwd : AttnFwdPlan<kRow> {
     return {begin, kMasks && (word & 1) != 0, all_seen(work, begin), work.slope * p.slope_unit};
   }
 
-  __device__ bool drops() const { return kMasks && p.dropout_threshold > 0; }
+  __device__ bool drops() const { return kDropout && p.dropout_threshold > 0; }
 
   // Of the sequence, from an element on.
   __device__ BooleanMaskPart mask_part(const Work& work, int row, int col) const {
@@ -424,7 +424,7 @@ struct AttnFwd : AttnFwdPlan<kRow> {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const auto end =
-          softmax.end(0, half, sink, kMasks ? static_cast<float>(p.dropout_scale) : 1.0f);
+          softmax.end(0, half, sink, kDropout ? static_cast<float>(p.dropout_scale) : 1.0f);
 #pragma unroll
       for (int n = 0; n < kO; ++n)
 #pragma unroll

@@ -40,7 +40,8 @@ size_t row_with(const AttentionParams& p, Extras extras) {
 
 Extras extras_of(const AttentionParams& p) {
   const ScoreUnit score = score_unit(p);
-  if (p.mask || (p.dropout_threshold > 0 && !p.drops_all())) return Extras::kMasks;
+  if (p.dropout_threshold > 0 && !p.drops_all()) return Extras::kDropout;
+  if (p.mask) return Extras::kMasks;
   if (score.natural || score.sign != 1.0f) return Extras::kTerms;
   const int64_t keys = p.packed() ? p.len_k / std::max<int64_t>(p.batch, 1) : p.len_k;
   return keys <= kFewKeys && std::max(p.dim, p.dim_v) <= 64 ? Extras::kShort : Extras::kNone;
@@ -149,11 +150,18 @@ void launch(size_t row, const AttnFwdKernelParams& p, const DeviceLimits& device
   dispatch_element(p.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     if constexpr (sizeof(T) == 2) {
-      const Extras extras = kAttnFwdKernels[row].extras;
-      (extras == Extras::kMasks ? launch_attn_fwd_typed<T, Extras::kMasks>
-       : extras == Extras::kPages
-           ? launch_attn_fwd_typed<T, Extras::kPages>
-           : launch_attn_fwd_typed<T, Extras::kTerms>)(row, p, blocks, stream);
+      switch (kAttnFwdKernels[row].extras) {
+        case Extras::kNone:
+        case Extras::kShort:
+        case Extras::kTerms:
+          return launch_attn_fwd_typed<T, Extras::kTerms>(row, p, blocks, stream);
+        case Extras::kPages:
+          return launch_attn_fwd_typed<T, Extras::kPages>(row, p, blocks, stream);
+        case Extras::kMasks:
+          return launch_attn_fwd_typed<T, Extras::kMasks>(row, p, blocks, stream);
+        case Extras::kDropout:
+          return launch_attn_fwd_typed<T, Extras::kDropout>(row, p, blocks, stream);
+      }
     }
   });
 }

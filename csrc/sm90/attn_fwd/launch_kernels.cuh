@@ -1,5 +1,5 @@
-// The kernels of one element type with pages, with masks, or with neither: a translation unit each,
-// so that they compile side by side.
+// The kernels of one element type with pages, with masks, with dropout, or with none of them: a
+// translation unit each, so that they compile side by side.
 #pragma once
 
 #include "../../launch_kernel.h"

@@ -14,7 +14,8 @@ struct AttnFwdPlan {
   static constexpr AttnFwdConfig kConfig = kAttnFwdKernels[kRow].config;
   static constexpr Extras kExtras = kAttnFwdKernels[kRow].extras;
   static constexpr bool kTerms = has_terms(kExtras);
-  static constexpr bool kMasks = kExtras == Extras::kMasks, kPages = kExtras == Extras::kPages;
+  static constexpr bool kMasks = has_masks(kExtras), kDropout = kExtras == Extras::kDropout;
+  static constexpr bool kPages = kExtras == Extras::kPages;
   using T = typename tile::ElementOf<kAttnFwdKernels[kRow].dtype>::Type;
 
   static constexpr int kBlockQ = kConfig.block_q(), kBlockK = kConfig.block_k;

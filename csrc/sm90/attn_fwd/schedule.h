@@ -163,8 +163,8 @@ __device__ PackedTile packed_tile(const AttnFwdKernelParams& p, uint32_t index, 
 template <int kBlockQ, int kBlockK, Extras kExtras>
 __device__ void find_work(const AttnFwdKernelParams& p, uint32_t index, int& sequence, Work& work,
                           bool writes) {
-  constexpr bool kTerms = has_terms(kExtras), kMasks = kExtras == Extras::kMasks;
-  constexpr bool kPages = kExtras == Extras::kPages;
+  constexpr bool kTerms = has_terms(kExtras), kMasks = has_masks(kExtras);
+  constexpr bool kDropout = kExtras == Extras::kDropout, kPages = kExtras == Extras::kPages;
   int batch, head, q0, len_q = static_cast<int>(p.len_q);
   RowKeys keys = p.keys;
   if (kPages || p.packed()) {
@@ -179,7 +179,7 @@ __device__ void find_work(const AttnFwdKernelParams& p, uint32_t index, int& seq
     if (writes) {
       work.q_begin = static_cast<int>(found.seq.q_begin);
       work.k_begin = static_cast<int>(found.seq.k_begin);
-      if (kMasks && p.dropout_threshold > 0) work.dropout = Dropout(p, found.seq);
+      if (kDropout && p.dropout_threshold > 0) work.dropout = Dropout(p, found.seq);
     }
   } else {
     const TileOrder::Place at = p.order.at(index);
@@ -188,7 +188,7 @@ __device__ void find_work(const AttnFwdKernelParams& p, uint32_t index, int& seq
     head = static_cast<int>(p.heads.remainder(at.head));
     if (writes) {
       work.q_begin = work.k_begin = 0;
-      if (kMasks && p.dropout_threshold > 0) work.dropout = Dropout(p, sequence_of(p, batch));
+      if (kDropout && p.dropout_threshold > 0) work.dropout = Dropout(p, sequence_of(p, batch));
     }
   }
   const int q_last = min(q0 + kBlockQ, len_q) - 1;
