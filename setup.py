@@ -95,11 +95,11 @@ CUDA_SOURCES = [
     "csrc/sm80/row_norm/launch.cu",
     "csrc/sm90/attn_fwd/launch.cu",
     "csrc/sm90/attn_fwd/launch_bf16.cu",
-    "csrc/sm90/attn_fwd/launch_bf16_dropout.cu",
+    "csrc/sm90/attn_fwd/launch_bf16_all.cu",
     "csrc/sm90/attn_fwd/launch_bf16_masks.cu",
     "csrc/sm90/attn_fwd/launch_bf16_pages.cu",
     "csrc/sm90/attn_fwd/launch_fp16.cu",
-    "csrc/sm90/attn_fwd/launch_fp16_dropout.cu",
+    "csrc/sm90/attn_fwd/launch_fp16_all.cu",
     "csrc/sm90/attn_fwd/launch_fp16_masks.cu",
     "csrc/sm90/attn_fwd/launch_fp16_pages.cu",
 ]

@@ -54,7 +54,8 @@ def test_rows_of_the_kernel_list(cuda):
                 ("_terms", {"softcap": 3.0}),
                 ("_terms", {"scale": -1.0}),
                 ("_masks", {"attn_mask": mask}),
-                ("_dropout", {"dropout_p": 0.1}),
+                ("_all", {"dropout_p": 0.1}),
+                ("_all", {"attn_mask": mask, "softcap": 3.0}),
             ):
                 choice = flashbpt.which_kernel(x, x, v, **options)
                 assert choice.kernel == "sm90" and choice.config in listed

@@ -36,18 +36,18 @@ struct AttnFwdConfig {
 // What a kernel has besides causal, windows and sinks.
 enum class Extras {
   kNone,
-  kShort,   // nothing; for few keys: several small blocks, since one would wait most of the time
-  kTerms,   // what changes scores before the softmax: their code costs the others 3 %
-  kPages,   // keys in pages; the copying warps take registers from those that compute
-  kMasks,   // and terms
-  kDropout  // masks and terms; so much code that it does not fit the instruction cache
+  kShort,  // nothing; for few keys: several small blocks, since one would wait most of the time
+  kTerms,  // what changes scores before the softmax: their code costs the others 3 %
+  kPages,  // keys in pages; the copying warps take registers from those that compute
+  kMasks,
+  kAll  // dropout, masks and terms; so much code that it does not fit the instruction cache
 };
 
 constexpr bool has_masks(Extras extras) {
-  return extras == Extras::kMasks || extras == Extras::kDropout;
+  return extras == Extras::kMasks || extras == Extras::kAll;
 }
 constexpr bool has_terms(Extras extras) {
-  return extras == Extras::kTerms || has_masks(extras);
+  return extras == Extras::kTerms || extras == Extras::kAll;
 }
 
 struct AttnFwdKernel {
@@ -99,9 +99,9 @@ inline constexpr AttnFwdKernel kAttnFwdKernels[] = {
     {"attn_fwd_bf16_d64_masks", DataType::kBFloat16, Extras::kMasks, kFwd64Masks},
     {"attn_fwd_bf16_d128_masks", DataType::kBFloat16, Extras::kMasks, kFwd128Masks},
     {"attn_fwd_bf16_d256_masks", DataType::kBFloat16, Extras::kMasks, kFwd256Masks},
-    {"attn_fwd_bf16_d64_dropout", DataType::kBFloat16, Extras::kDropout, kFwd64Masks},
-    {"attn_fwd_bf16_d128_dropout", DataType::kBFloat16, Extras::kDropout, kFwd128Masks},
-    {"attn_fwd_bf16_d256_dropout", DataType::kBFloat16, Extras::kDropout, kFwd256Masks},
+    {"attn_fwd_bf16_d64_all", DataType::kBFloat16, Extras::kAll, kFwd64Masks},
+    {"attn_fwd_bf16_d128_all", DataType::kBFloat16, Extras::kAll, kFwd128Masks},
+    {"attn_fwd_bf16_d256_all", DataType::kBFloat16, Extras::kAll, kFwd256Masks},
     {"attn_fwd_fp16_d64_short", DataType::kFloat16, Extras::kShort, kFwd64Short},
     {"attn_fwd_fp16_d64", DataType::kFloat16, Extras::kNone, kFwd64},
     {"attn_fwd_fp16_d96", DataType::kFloat16, Extras::kNone, kFwd96},
@@ -121,9 +121,9 @@ inline constexpr AttnFwdKernel kAttnFwdKernels[] = {
     {"attn_fwd_fp16_d64_masks", DataType::kFloat16, Extras::kMasks, kFwd64Masks},
     {"attn_fwd_fp16_d128_masks", DataType::kFloat16, Extras::kMasks, kFwd128Masks},
     {"attn_fwd_fp16_d256_masks", DataType::kFloat16, Extras::kMasks, kFwd256Masks},
-    {"attn_fwd_fp16_d64_dropout", DataType::kFloat16, Extras::kDropout, kFwd64Masks},
-    {"attn_fwd_fp16_d128_dropout", DataType::kFloat16, Extras::kDropout, kFwd128Masks},
-    {"attn_fwd_fp16_d256_dropout", DataType::kFloat16, Extras::kDropout, kFwd256Masks},
+    {"attn_fwd_fp16_d64_all", DataType::kFloat16, Extras::kAll, kFwd64Masks},
+    {"attn_fwd_fp16_d128_all", DataType::kFloat16, Extras::kAll, kFwd128Masks},
+    {"attn_fwd_fp16_d256_all", DataType::kFloat16, Extras::kAll, kFwd256Masks},
 };
 
 constexpr bool attn_fwd_configs_fit() {

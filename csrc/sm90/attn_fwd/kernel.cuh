@@ -287,10 +287,11 @@ struct AttnFwd : AttnFwdPlan<kRow> {
   // Tile number i, whose K is in that stage. Without terms the rest is asked for where it is used,
   // which costs those kernels 3 % less.
   __device__ KeyTile key_tile(const Work& work, int i, const tile::RingPlace<kStages>& at) const {
-    if (!kTerms) return {work.tile<kTerms>(i) * kBlockK};
+    if (!kTerms && !kMasks) return {work.tile<kTerms>(i) * kBlockK};
     const int word = kMasks ? smem.kv_words[at.stage()] : work.tile<kTerms>(i) * kBlockK;
     const int begin = kMasks ? word & ~1 : word;
-    return {begin, kMasks && (word & 1) != 0, all_seen(work, begin), work.slope * p.slope_unit};
+    return {begin, kMasks && (word & 1) != 0, all_seen(work, begin),
+            kTerms ? work.slope * p.slope_unit : 0.0f};
   }
 
   __device__ bool drops() const { return kDropout && p.dropout_threshold > 0; }
@@ -316,7 +317,7 @@ struct AttnFwd : AttnFwdPlan<kRow> {
 
   // No terms, and every row sees every key.
   __device__ bool scores_are_products(const Work& work, const KeyTile& keys) const {
-    if (!kTerms) return all_seen(work, keys.begin);
+    if (!kTerms && !kMasks) return all_seen(work, keys.begin);
     return keys.seen && !keys.masked && !p.score.natural && p.score.sign == 1.0f && p.cap == 0.0f &&
            keys.slope == 0.0f;
   }
@@ -328,13 +329,13 @@ struct AttnFwd : AttnFwdPlan<kRow> {
   __device__ void finish_scores(const Work& work, int warpgroup, const KeyTile& keys, Scores& s,
                                 float (&shift)[2]) {
     const int row = work.q0 + row_of(warpgroup), col = keys.begin + col_of();
-    if constexpr (kTerms) {
-      // A bias takes the scale along.
-      const bool only_bias = this->additive() && p.cap == 0.0f && keys.slope == 0.0f;
-      if (!only_bias) {
-        cap_scores(s);
-        add_distances(work, warpgroup, keys, row + work.keys.diagonal - col, s, shift);
-      }
+    // Alone, a bias takes the scale along.
+    const bool only_bias = this->additive() && (!kTerms || (p.cap == 0.0f && keys.slope == 0.0f));
+    if (kTerms && !only_bias) {
+      cap_scores(s);
+      add_distances(work, warpgroup, keys, row + work.keys.diagonal - col, s, shift);
+    }
+    if constexpr (kMasks) {
       if (this->additive()) {
         this->bias_pipe(warpgroup).wait_full(bias_at);
         add_bias<T, TileBias>(s[0], only_bias ? p.scale_fp32 : 1.0f,
@@ -347,7 +348,7 @@ struct AttnFwd : AttnFwdPlan<kRow> {
         mask_part(work, row, col).apply(s[0]);
       }
     }
-    if (kTerms ? keys.seen : all_seen(work, keys.begin)) return;
+    if (kTerms || kMasks ? keys.seen : all_seen(work, keys.begin)) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       hide_outside(s[0], half, work.keys.begin(row + 8 * half) - col,

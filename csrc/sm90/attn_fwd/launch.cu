@@ -40,9 +40,10 @@ size_t row_with(const AttentionParams& p, Extras extras) {
 
 Extras extras_of(const AttentionParams& p) {
   const ScoreUnit score = score_unit(p);
-  if (p.dropout_threshold > 0 && !p.drops_all()) return Extras::kDropout;
+  const bool terms = p.softcap > 0 || p.alibi || score.sign != 1.0f;
+  if ((p.dropout_threshold > 0 && !p.drops_all()) || (p.mask && terms)) return Extras::kAll;
   if (p.mask) return Extras::kMasks;
-  if (score.natural || score.sign != 1.0f) return Extras::kTerms;
+  if (terms) return Extras::kTerms;
   const int64_t keys = p.packed() ? p.len_k / std::max<int64_t>(p.batch, 1) : p.len_k;
   return keys <= kFewKeys && std::max(p.dim, p.dim_v) <= 64 ? Extras::kShort : Extras::kNone;
 }
@@ -159,8 +160,8 @@ void launch(size_t row, const AttnFwdKernelParams& p, const DeviceLimits& device
           return launch_attn_fwd_typed<T, Extras::kPages>(row, p, blocks, stream);
         case Extras::kMasks:
           return launch_attn_fwd_typed<T, Extras::kMasks>(row, p, blocks, stream);
-        case Extras::kDropout:
-          return launch_attn_fwd_typed<T, Extras::kDropout>(row, p, blocks, stream);
+        case Extras::kAll:
+          return launch_attn_fwd_typed<T, Extras::kAll>(row, p, blocks, stream);
       }
     }
   });

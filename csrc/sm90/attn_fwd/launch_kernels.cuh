@@ -1,4 +1,4 @@
-// The kernels of one element type with pages, with masks, with dropout, or with none of them: a
+// The kernels of one element type with pages, with masks, with everything, or with none of them: a
 // translation unit each, so that they compile side by side.
 #pragma once
 

@@ -14,7 +14,7 @@ struct AttnFwdPlan {
   static constexpr AttnFwdConfig kConfig = kAttnFwdKernels[kRow].config;
   static constexpr Extras kExtras = kAttnFwdKernels[kRow].extras;
   static constexpr bool kTerms = has_terms(kExtras);
-  static constexpr bool kMasks = has_masks(kExtras), kDropout = kExtras == Extras::kDropout;
+  static constexpr bool kMasks = has_masks(kExtras), kDropout = kExtras == Extras::kAll;
   static constexpr bool kPages = kExtras == Extras::kPages;
   using T = typename tile::ElementOf<kAttnFwdKernels[kRow].dtype>::Type;
 

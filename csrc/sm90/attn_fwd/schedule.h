@@ -164,7 +164,7 @@ template <int kBlockQ, int kBlockK, Extras kExtras>
 __device__ void find_work(const AttnFwdKernelParams& p, uint32_t index, int& sequence, Work& work,
                           bool writes) {
   constexpr bool kTerms = has_terms(kExtras), kMasks = has_masks(kExtras);
-  constexpr bool kDropout = kExtras == Extras::kDropout, kPages = kExtras == Extras::kPages;
+  constexpr bool kDropout = kExtras == Extras::kAll, kPages = kExtras == Extras::kPages;
   int batch, head, q0, len_q = static_cast<int>(p.len_q);
   RowKeys keys = p.keys;
   if (kPages || p.packed()) {
