@@ -31,8 +31,8 @@ __device__ inline void mbarrier_arrive_expecting(uint32_t barrier, int bytes) {
                : "memory");
 }
 
-// Arrives when all cp.async of this thread have ended (PTX ISA 9.7.13.15, cp.async.mbarrier.arrive),
-// as one of the arrivals of the init.
+// Arrives when all cp.async of this thread have ended (PTX ISA 9.7.13.15,
+// cp.async.mbarrier.arrive), as one of the arrivals of the init.
 __device__ inline void mbarrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
