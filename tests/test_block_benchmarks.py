@@ -315,7 +315,8 @@ def test_products(bench):
         a, b, ours, theirs = case.draw("cpu")
         assert a.shape[0] * a.shape[1] * b.shape[1] == 32 * case.size[0] * case.size[1]
         ours, theirs = (call(a, b, ours, theirs) for call in case.calls.values())
-        assert torch.equal(ours.bfloat16(), theirs)
+        # Sums in another order may round to the next number.
+        torch.testing.assert_close(ours.bfloat16(), theirs, rtol=2**-7, atol=1e-3)
         twice = case.calls["flashbpt"](a, b, ours.clone(), theirs)
         adds = case.product in ("input gradient added", "weight gradient")
         torch.testing.assert_close(twice, (2 if adds else 1) * ours, rtol=1e-2, atol=1e-2)

@@ -85,6 +85,7 @@ def test_paged_attention(device, case, dtype):
     check(replace(case, dtype=dtype), device)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("case", PREFILLS, ids=str)
 def test_prefill_by_sm80(cuda, case, dtype):
