@@ -106,13 +106,13 @@ void paged_attention_sm80(const PagedCall& call, const at::Tensor& out, const at
   paged_decode_sm80(call, prefill);
 }
 
-void paged_decode_sm80(const PagedCall& call, bool prefill) {
+void paged_decode_sm80(const PagedCall& call, bool prefilled) {
   const PagedParams& params = call.params;
   const DeviceLimits device = device_limits(call.q);
   const auto stream = c10::cuda::getCurrentCUDAStream();
   sm80::PagedDecodeParams p{params};
   sm80::plan_paged_decode(p, device);
-  if (prefill) p.schedule.most_rows = static_cast<int>(sm80::paged_decode_rows(params));
+  if (prefilled) p.schedule.most_rows = static_cast<int>(sm80::paged_decode_rows(params));
   TORCH_CHECK(p.most_units() <= sm80::kMostUnits, "flashbpt: ", params.tokens,
               " rows and a page table of ", params.table.most_keys, " keys a request make up to ",
               p.most_units(), " units of work; a call takes ", sm80::kMostUnits);

@@ -179,6 +179,11 @@ def test_hopper_dropout(cuda, dtype, dim):
     call = {"q": x["query"], "k": x["key"], "v": x["value"], "rng_state": state, "dropout_p": 0.5}
     call["backend"] = BACKENDS["sm90"]
     assert forward(**call)[0].isfinite().all()
+    q, k, v = (torch.randn(300, 2, dim, device=cuda).to(x["query"].dtype) for _ in range(3))
+    offsets = torch.tensor([0, 33, 33, 270], dtype=torch.int32, device=cuda)
+    with flashbpt.use_backend("sm90"):
+        out = flashbpt.varlen_attention(q, k, v, offsets, causal=True, dropout_p=0.5)
+    assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

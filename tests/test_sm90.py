@@ -190,6 +190,17 @@ def test_alibi(cuda, align, dtype, dim):
     check_here(make(replace(case, alibi="h", softcap=5.0, sinks=True, scale=0.0), cuda))
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dtype, dim", KERNELS)
+def test_slopes(cuda, dtype, dim, causal):
+    """None, small ones, and such that scores rise beyond what a reference bears."""
+    case = replace(PLAIN, lq=300, lk=900, heads=4, kv_heads=2, dim=dim, dtype=dtype, alibi="h")
+    inputs = make(replace(case, causal=causal, align="lower-right"), cuda)
+    with torch.no_grad():
+        inputs.leaves["alibi_slopes"].copy_(torch.tensor([0.0, 0.03, -0.25, 2.0]))
+    check_here(inputs)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(cuda, layout):
     """What the copies do not take goes to sm80, and is right too."""

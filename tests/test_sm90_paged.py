@@ -13,8 +13,7 @@ import flashbpt
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("forced")]
 
 CHUNKS = Case(lens=(200, 90, 300, 0, 70), rows=(150, 90, 100, 0, 75), dtype="bf16", heads=8)
-# Keys of all heads that exceed a third of the L2 cache: heads go in sections.
-SECTIONS = Case(lens=(700, 5500, 2100), rows=(400, 900, 2100), dtype="bf16", heads=16, kv_heads=8)
+MIXED = Case(lens=(700, 5500, 2100), rows=(400, 900, 2100), dtype="bf16", heads=16, kv_heads=8)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -55,13 +54,54 @@ def test_fewer_keys_than_rows():
 
 
 @pytest.mark.parametrize("page_size, dim", [(16, 128), (1, 64), (64, 256)])
-def test_heads_in_sections(page_size, dim):
-    check(replace(SECTIONS, page_size=page_size, dim=dim), "cuda")
+def test_sequences_of_different_lengths(page_size, dim):
+    check(replace(MIXED, page_size=page_size, dim=dim), "cuda")
+
+
+@pytest.mark.parametrize("page_size", [16, 5])
+def test_heads_in_sections(page_size):
+    """Keys of all heads exceed a third of the L2 cache: heads go 22 or 16 at a time."""
+    case = Case(lens=(90, 5500), rows=(90, 5500), dtype="bf16", dim=128, heads=44, kv_heads=22)
+    call = Call(replace(case, page_size=page_size), "cuda")
+    results = call.run()
+    with flashbpt.use_backend("sm80"):
+        for name, got, right in zip(("out", "lse"), results, call.run(), strict=True):
+            torch.testing.assert_close(got, right, rtol=0.02, atol=0.02, msg=name)
+
+
+def test_out():
+    call = Call(CHUNKS, "cuda")
+    expected, lse = call.run()
+    for width, stride in ((64, 96), (64, 72)):
+        wide = torch.full((*expected.shape[:2], stride), 7.0, dtype=torch.bfloat16, device="cuda")
+        got, got_lse = call.run(out=wide[..., :width])
+        assert_bitwise("out", got, expected)
+        assert_bitwise("lse", got_lse, lse)
+        assert (wide[..., width:] == 7).all()
+    odd = torch.empty(*expected.shape[:2], 65, dtype=torch.bfloat16, device="cuda")[..., :64]
+    with pytest.raises(RuntimeError, match="multiples of 16 bytes"):
+        call.run(out=odd)
+    with flashbpt.use_backend("auto"):
+        torch.testing.assert_close(call.run(out=odd)[0], expected, rtol=0.02, atol=0.02)
+
+
+def test_queries_of_a_fused_projection_and_rows_past_the_last_request():
+    call = Call(CHUNKS, "cuda")
+    expected, lse = call.run()
+    tokens, heads, dim = call.query.shape
+    fused = torch.randn(tokens + 70, heads * dim + 2 * 2 * dim).bfloat16()
+    fused[tokens:] = torch.nan
+    fused[:tokens, : heads * dim] = call.query.flatten(1)
+    call.query = fused.cuda()[:, : heads * dim].view(-1, heads, dim)
+    out, more_lse = call.run()
+    assert_bitwise("out", out[:tokens], expected)
+    assert_bitwise("lse", more_lse[:tokens], lse)
+    assert (out[tokens:] == 0).all() and (more_lse[tokens:] == -torch.inf).all()
 
 
 def test_as_packed_keys():
     """The same tiles in the same order: the same bits."""
-    call = Call(replace(SECTIONS, dim=128), "cuda")
+    call = Call(replace(MIXED, dim=128), "cuda")
     slots = torch.cat(call.slots)
     keys = call.keys[slots].to("cuda", torch.bfloat16)
     values = call.values[slots].to("cuda", torch.bfloat16)
@@ -107,6 +147,17 @@ REFUSED = [
     ({"rows": None}, "few rows"),
     ({"lens": (9000,), "rows": (100,), "heads": 2}, "does not split keys"),
 ]
+
+
+def test_empty_heads_and_caches_are_not_for_it():
+    call = Call(CHUNKS, "cuda")
+    call.value_cache = call.value_cache[..., :0]
+    with pytest.raises(RuntimeError, match="not empty"):
+        call.run()
+    call = Call(CHUNKS, "cuda")
+    call.key_cache, call.value_cache = call.key_cache[:0], call.value_cache[:0]
+    with pytest.raises(RuntimeError, match="not empty"):
+        call.run()
 
 
 @pytest.mark.parametrize("changes, why", REFUSED, ids=str)

@@ -31,6 +31,14 @@ inline bool chunks_of(const CacheView& cache, int64_t page_size, int64_t heads_k
   return last * element_bytes / 16 < UINT32_MAX;
 }
 
+// The pages of a call.
+struct KeyPages {
+  PageTableView table;
+  Divisor page_size;
+  PagedChunks k_chunks, v_chunks;  // where rows are made of whole chunks, which 32 bits count
+  int64_t few_rows = 0;            // requests with so many rows or fewer are another kernel's
+};
+
 // Keys of a request.
 __device__ inline int paged_length(const PageTableView& table, int request) {
   if (table.seq_lens) return table.seq_lens.low(request);

@@ -39,8 +39,8 @@ enum class Extras {
   kShort,  // nothing; for few keys: several small blocks, since one would wait most of the time
   kTerms,  // what changes scores before the softmax: their code costs the others 3 %
   kPages,  // keys in pages; the copying warps take registers from those that compute
-  kMasks,
-  kAll  // dropout, masks and terms; so much code that it does not fit the instruction cache
+  kMasks,  // boolean and additive ones
+  kAll     // dropout, masks and terms; so much code that it does not fit the instruction cache
 };
 
 constexpr bool has_masks(Extras extras) {
@@ -48,6 +48,11 @@ constexpr bool has_masks(Extras extras) {
 }
 constexpr bool has_terms(Extras extras) {
   return extras == Extras::kTerms || extras == Extras::kAll;
+}
+
+// Kernels that are compiled together.
+constexpr Extras unit_of(Extras extras) {
+  return extras == Extras::kNone || extras == Extras::kShort ? Extras::kTerms : extras;
 }
 
 struct AttnFwdKernel {
@@ -64,7 +69,6 @@ struct AttnFwdKernel {
 //                                             q, k    v keys groups q stages bias copy math
 inline constexpr AttnFwdConfig kFwd64 = {64, 64, 96, 3, 2, 8, 0, 32, 160};          // registers
 inline constexpr AttnFwdConfig kFwd64Short = {64, 64, 64, 1, 2, 6, 0, 32, 128, 3};  // registers
-inline constexpr AttnFwdConfig kFwd64Pages = {64, 64, 96, 3, 2, 8, 0, 32, 160};     // registers
 inline constexpr AttnFwdConfig kFwd64Masks = {64, 64, 64, 3, 2, 8, 2, 56, 152};     // registers
 inline constexpr AttnFwdConfig kFwd96 = {96, 96, 128, 2, 2, 5, 0, 40, 232};         // shared memory
 inline constexpr AttnFwdConfig kFwd96Pages = {96, 96, 128, 2, 2, 5, 0, 56, 224};    // shared memory
@@ -91,7 +95,7 @@ inline constexpr AttnFwdKernel kAttnFwdKernels[] = {
     {"attn_fwd_bf16_d128_terms", DataType::kBFloat16, Extras::kTerms, kFwd128},
     {"attn_fwd_bf16_d192_terms", DataType::kBFloat16, Extras::kTerms, kFwd192},
     {"attn_fwd_bf16_d256_terms", DataType::kBFloat16, Extras::kTerms, kFwd256},
-    {"attn_fwd_bf16_d64_pages", DataType::kBFloat16, Extras::kPages, kFwd64Pages},
+    {"attn_fwd_bf16_d64_pages", DataType::kBFloat16, Extras::kPages, kFwd64},
     {"attn_fwd_bf16_d96_pages", DataType::kBFloat16, Extras::kPages, kFwd96Pages},
     {"attn_fwd_bf16_d128_pages", DataType::kBFloat16, Extras::kPages, kFwd128Pages},
     {"attn_fwd_bf16_d192_pages", DataType::kBFloat16, Extras::kPages, kFwd192Pages},
@@ -113,7 +117,7 @@ inline constexpr AttnFwdKernel kAttnFwdKernels[] = {
     {"attn_fwd_fp16_d128_terms", DataType::kFloat16, Extras::kTerms, kFwd128},
     {"attn_fwd_fp16_d192_terms", DataType::kFloat16, Extras::kTerms, kFwd192},
     {"attn_fwd_fp16_d256_terms", DataType::kFloat16, Extras::kTerms, kFwd256},
-    {"attn_fwd_fp16_d64_pages", DataType::kFloat16, Extras::kPages, kFwd64Pages},
+    {"attn_fwd_fp16_d64_pages", DataType::kFloat16, Extras::kPages, kFwd64},
     {"attn_fwd_fp16_d96_pages", DataType::kFloat16, Extras::kPages, kFwd96Pages},
     {"attn_fwd_fp16_d128_pages", DataType::kFloat16, Extras::kPages, kFwd128Pages},
     {"attn_fwd_fp16_d192_pages", DataType::kFloat16, Extras::kPages, kFwd192Pages},
@@ -134,7 +138,7 @@ constexpr bool attn_fwd_configs_fit() {
     // A warpgroup that sees none of the last tiles holds the last V that it reads until those have
     // come: there has to be room for them beside it.
     const int passed = (64 * (c.warpgroups - 1) + c.block_k - 1) / c.block_k;
-    if (2 * passed > c.stages || c.stages < 3) return false;
+    if (2 * passed >= c.stages || c.stages < 3) return false;
     // The pool is what the launch takes: a multiple of 8 a thread.
     const int launched = 65536 / (c.blocks * c.threads()) / 8 * 8;
     if (c.copy_regs + c.warpgroups * c.math_regs > (c.warpgroups + 1) * launched) return false;

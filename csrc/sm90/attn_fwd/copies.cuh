@@ -9,14 +9,10 @@ template <size_t kRow>
 struct AttnFwdCopies : AttnFwdPlan<kRow> {
   using Plan = AttnFwdPlan<kRow>;
   using Plan::bias_at, Plan::kv_at, Plan::kv_pipe, Plan::q_at, Plan::work_at, Plan::work_pipe;
-  using Plan::kBlockK, Plan::kBlockQ, Plan::kMasks, Plan::kTerms, Plan::kWarpgroups, Plan::p,
-      Plan::smem;
+  using Plan::kBlockK, Plan::kBlockQ, Plan::kMasks, Plan::kTerms, Plan::kWarpgroups, Plan::leads,
+      Plan::p, Plan::smem;
   using Plan::Plan;
   using typename Plan::TileBias, typename Plan::TileK, typename Plan::TileQ, typename Plan::TileV;
-
-  // One thread copies; with masks its warp, since they are looked at together.
-  static constexpr int kCopyThreads = kMasks ? 32 : 1;
-  static __device__ bool leads() { return kMasks ? threadIdx.x == 0 : true; }
 
   __device__ void copy() {
     for (;; work_at.advance()) {

@@ -21,7 +21,8 @@
 //       empty  each math warp; the tile may be replaced
 //   bias (an additive mask): as q
 //   works: full   the finding thread; a Work may be read    empty   each math and copying warp
-//   next_wanted   the copying thread, once a work; the next one may be found
+//   next_wanted   the copying thread, once a work; the next one may be found (not where all four
+//                 warps copy pages: one of them finds works itself)
 // Named barriers
 //   kTurn + w, 256 threads: warpgroup w may issue (the one before arrives), and K_i and V_i-1 are
 //     there, since warpgroup 0 has waited for them; tiles - 1 turns a work
@@ -467,11 +468,9 @@ __global__ void __launch_bounds__(AttnFwdPlan<kRow>::kConfig.threads(),
     if (warp < p.pages.warps) return AttnFwdPageCopies<kRow>(p, smem).copy();
   }
   if (warp == 3) {
-    using Works = AttnFwdWorks<kRow>;
-    if (threadIdx.x % 32 < Works::kThreads) Works(p, smem).find();
+    if (threadIdx.x % 32 < Plan::kThreads) AttnFwdWorks<kRow>(p, smem).find();
   } else if (!Plan::kPages && warp == 0) {
-    using Copies = AttnFwdCopies<kRow>;
-    if (threadIdx.x < Copies::kCopyThreads) Copies(p, smem).copy();
+    if (threadIdx.x < Plan::kThreads) AttnFwdCopies<kRow>(p, smem).copy();
   }
 }
 

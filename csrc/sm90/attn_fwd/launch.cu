@@ -151,18 +151,11 @@ void launch(size_t row, const AttnFwdKernelParams& p, const DeviceLimits& device
   dispatch_element(p.q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     if constexpr (sizeof(T) == 2) {
-      switch (kAttnFwdKernels[row].extras) {
-        case Extras::kNone:
-        case Extras::kShort:
-        case Extras::kTerms:
-          return launch_attn_fwd_typed<T, Extras::kTerms>(row, p, blocks, stream);
-        case Extras::kPages:
-          return launch_attn_fwd_typed<T, Extras::kPages>(row, p, blocks, stream);
-        case Extras::kMasks:
-          return launch_attn_fwd_typed<T, Extras::kMasks>(row, p, blocks, stream);
-        case Extras::kAll:
-          return launch_attn_fwd_typed<T, Extras::kAll>(row, p, blocks, stream);
-      }
+      const Extras unit = unit_of(kAttnFwdKernels[row].extras);
+      (unit == Extras::kAll     ? launch_attn_fwd_typed<T, Extras::kAll>
+       : unit == Extras::kMasks ? launch_attn_fwd_typed<T, Extras::kMasks>
+       : unit == Extras::kPages ? launch_attn_fwd_typed<T, Extras::kPages>
+                                : launch_attn_fwd_typed<T, Extras::kTerms>)(row, p, blocks, stream);
     }
   });
 }
@@ -219,8 +212,11 @@ const char* paged_prefill_refusal(const PagedParams& paged, const DeviceLimits& 
     return "it takes caches of the query's type without scales";
   }
   if (paged.tree) return "it does not take tree_mask";
-  if (!paged.cu_seqlens_q || paged.cu_seqlens_q.stride != (paged.cu_seqlens_q.int64 ? 8u : 4u)) {
-    return "it takes requests of many rows, with contiguous cu_seqlens_q";
+  if (paged.cu_seqlens_q.stride != (paged.cu_seqlens_q.int64 ? 8u : 4u)) {
+    return "it takes contiguous cu_seqlens_q";
+  }
+  if (paged.dim == 0 || paged.dim_v == 0 || paged.k.pages == 0) {
+    return "it takes pages, and heads that are not empty";
   }
   const AttentionParams p = attention_over_pages(paged);
   if (extras_of(p) == Extras::kTerms) {
@@ -228,9 +224,12 @@ const char* paged_prefill_refusal(const PagedParams& paged, const DeviceLimits& 
   }
   if (const char* reason = refusal(p, Extras::kPages, paged.table.most_keys, device)) return reason;
   const int64_t page_size = paged.table.page_size;
-  if (!rows_aligned(p.k, paged.k.pages, p.heads_kv, page_size, 16) ||
-      !rows_aligned(p.v, paged.v.pages, p.heads_kv, page_size, 16)) {
+  if (!has_map(p.k, paged.k.pages, p.heads_kv, page_size) ||
+      !has_map(p.v, paged.v.pages, p.heads_kv, page_size)) {
     return kRefusedStrides;
+  }
+  if (p.out && !rows_aligned(p.out, 1, p.heads_q, p.len_q, 16)) {
+    return "it writes rows of out that start at multiples of 16 bytes";
   }
   PagedChunks chunks;
   if (!chunks_of(paged.k, page_size, p.heads_kv, p.dim, 2, chunks) ||

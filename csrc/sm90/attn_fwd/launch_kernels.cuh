@@ -11,9 +11,7 @@ template <typename T, Extras kUnit>
 void launch_attn_fwd_typed(size_t row, const AttnFwdKernelParams& p, int blocks,
                            cudaStream_t stream) {
   dispatch_row<kAttnFwdKernels, T>(row, false, [&](auto row, auto) {
-    constexpr Extras kExtras = kAttnFwdKernels[row()].extras;
-    constexpr bool kPlain = kExtras == Extras::kNone || kExtras == Extras::kShort;
-    if constexpr ((kPlain ? Extras::kTerms : kExtras) == kUnit) {
+    if constexpr (unit_of(kAttnFwdKernels[row()].extras) == kUnit) {
       constexpr AttnFwdConfig kConfig = kAttnFwdKernels[row()].config;
       constexpr auto kKernel = attn_fwd_kernel<row()>;
       allow_shared_memory<kKernel>(kConfig.smem_bytes());

@@ -98,7 +98,7 @@ struct AttnFwdPageCopies : AttnFwdCopies<kRow> {
   template <bool kBoxes>
   class Request {
    public:
-    __device__ Request(const KeyPages& pages, const Work& work)
+    __device__ Request(const PageCopies& pages, const Work& work)
         : pages_(pages),
           entries_(paged_entries(pages.table, work.batch)),
           begin_(work.keys.begin(work.q0)),
@@ -122,14 +122,14 @@ struct AttnFwdPageCopies : AttnFwdCopies<kRow> {
     }
 
    private:
-    const KeyPages& pages_;
+    const PageCopies& pages_;
     const IntegersView entries_;
     const int begin_, end_;
   };
 
   // ------------------------------------------------------------------------------ the next stage
 
-  static __device__ int first_row_of_box(const KeyPages& pages) {
+  static __device__ int first_row_of_box(const PageCopies& pages) {
     return (threadIdx.x % 32 * pages.warps + threadIdx.x / 32) * pages.box_keys;
   }
 

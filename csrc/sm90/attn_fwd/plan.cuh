@@ -30,6 +30,11 @@ struct AttnFwdPlan {
   using TileBias = tile::SwizzledTile<64, kBlockK>;                     // of a warpgroup
   static constexpr int kBiasStages = kMasks ? kConfig.bias_stages : 1;  // without masks not used
 
+  // Threads of the finding and of the copying warp that work: with masks all, since they look at
+  // them together.
+  static constexpr int kThreads = kMasks ? 32 : 1;
+  static __device__ bool leads() { return kThreads == 1 || threadIdx.x % 32 == 0; }
+
   enum NamedBarrier { kTurn = 1, kCleared = kTurn + kWarpgroups };
 
   struct SmemPlan {
@@ -40,11 +45,11 @@ struct AttnFwdPlan {
     tile::PipelineSmem<kBiasStages> bias_pipes[kMasks ? kWarpgroups : 0];
     tile::PipelineSmem<kStages> kv_pipe;
     tile::PipelineSmem<kWorks> work_pipe;
-    uint64_t next_wanted;  // the copying warp, once a work
+    uint64_t next_wanted;  // the copying thread, once a work; not where it finds them itself
     int sequence;          // that was found last, of a packed call
     Work works[kWorks];
-    // Of the tile of K in a stage: its first key, + 1 where a mask has to be looked at. Of a tile
-    // of V: the keys from its first one on.
+    // Of the tile of K in a stage, with masks: its first key, + 1 where they have to be looked at.
+    // Of a tile of V that the copy engine brings: the keys from its first one on.
     int kv_words[kStages];
   };
   static_assert(sizeof(SmemPlan) <= kConfig.smem_bytes());
@@ -80,6 +85,7 @@ struct AttnFwdPlan {
     kv_pipe.init(kMathWarps, kPages ? p.pages.arrivals() : 1);
     work_pipe.init(kMathWarps + (kPages ? p.pages.warps : 1));
     ptx::mbarrier_init(tile::smem_address(&smem.next_wanted), 1);
+    smem.sequence = 0;
     ptx::fence_mbarrier_init();
     ptx::prefetch_tensor_map(p.q_map);
     ptx::prefetch_tensor_map(p.k_map);

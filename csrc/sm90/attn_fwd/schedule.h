@@ -45,17 +45,12 @@ struct MapSteps {
   static MapSteps of(const TensorView& t) { return {t.head != 0, t.batch != 0}; }
 };
 
-// Keys in pages, of which k and v make batch elements.
-struct KeyPages {
-  PageTableView table;
-  Divisor page_size;
-  PagedChunks k_chunks, v_chunks;
+// Pages, and how they are copied.
+struct PageCopies : KeyPages {
   int box_keys = 0;  // keys of a page that the copy engine brings at once; 0: rows are gathered
-  int few_rows = 0;  // requests with so many rows or fewer are another kernel's
   int warps = 0;     // that copy
 
-  FLASHBPT_HOST_DEVICE explicit operator bool() const { return bool{table.entries}; }
-  FLASHBPT_HOST_DEVICE bool gathers() const { return *this && box_keys == 0; }
+  FLASHBPT_HOST_DEVICE bool gathers() const { return box_keys == 0; }
   // What arrives when a stage is filled: a thread of each warp, or all.
   FLASHBPT_HOST_DEVICE int arrivals() const { return gathers() ? 32 * warps : warps; }
 };
@@ -64,7 +59,7 @@ struct AttnFwdKernelParams : AttentionParams {
   CUtensorMap q_map, k_map, v_map;  // boxes of 64 columns x 64, block_k or box_keys rows
   CUtensorMap bias_map;             // of an additive mask, 64 x 64
   MapSteps q_steps, k_steps, v_steps, bias_steps;
-  KeyPages pages;
+  PageCopies pages;
   TileOrder order;      // packed: of room for tiles (attention/find_sequence.h)
   int cached_keys;      // packed: of all heads together, that a third of the L2 cache holds
   Divisor heads;        // of queries

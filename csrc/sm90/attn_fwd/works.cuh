@@ -10,13 +10,9 @@ namespace flashbpt::sm90 {
 template <size_t kRow>
 struct AttnFwdWorks : AttnFwdPlan<kRow> {
   using Plan = AttnFwdPlan<kRow>;
-  using Plan::kBlockK, Plan::kBlockQ, Plan::kMasks, Plan::p, Plan::smem;
+  using Plan::kBlockK, Plan::kBlockQ, Plan::kThreads, Plan::leads, Plan::p, Plan::smem;
   using Plan::Plan;
   using Plan::work_at, Plan::work_pipe;
-
-  // One thread; with masks its warp, since they are looked at together.
-  static constexpr int kThreads = kMasks ? 32 : 1;
-  static __device__ bool leads() { return kThreads == 1 || threadIdx.x % 32 == 0; }
 
   __device__ void find() {
     bool found = find_next(work_at, true);
@@ -38,7 +34,6 @@ struct AttnFwdWorks : AttnFwdPlan<kRow> {
     }
     const bool found = index < static_cast<uint32_t>(p.order.count());
     if (found) {
-      if (first && leads()) smem.sequence = 0;
       find_work<kBlockQ, kBlockK, Plan::kExtras>(p, index, smem.sequence, work, leads());
     } else if (leads()) {
       work.batch = -1;
@@ -54,7 +49,9 @@ struct AttnFwdWorks : AttnFwdPlan<kRow> {
     const IntegersView entries = paged_entries(p.pages.table, work.batch);
     const int begin = work.tile_begin * kBlockK;
     const int end = min(begin + kBlockK, work.keys.len_k);
-    const int line = 32 * (p.pages.table.slots ? 1 : static_cast<int>(p.pages.page_size.value()));
+    // Keys whose entries fill a line.
+    const int line =
+        p.pages.table.slots ? 32 : 32 * min(static_cast<int>(p.pages.page_size.value()), kBlockK);
     for (int key = max(begin, work.keys.begin(work.q0)); key < end; key += line)
       ptx::prefetch_l1(static_cast<const char*>(entries.data) +
                        paged_entry(p.pages.table, p.pages.page_size, key) * entries.stride);
