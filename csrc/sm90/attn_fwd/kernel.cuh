@@ -130,10 +130,17 @@ struct AttnFwd : AttnFwdPlan<kRow> {
       ptx::barrier_arrive(kTurn + (warpgroup + 1 == kWarpgroups ? 0 : warpgroup + 1), 256);
   }
 
+  // K or V. The copy engine's writes are the tensor cores' to read, gathered rows need a fence.
+  __device__ void wait_keys(const tile::RingPlace<kStages>& at) const {
+    kv_pipe.wait_full(at);
+    if constexpr (kPages) {
+      if (p.pages.gathers()) ptx::fence_proxy_async();
+    }
+  }
   // Q and K of a work's first tile.
   __device__ void wait_first_copies(int warpgroup) const {
     this->q_pipe(warpgroup).wait_full(q_at);
-    kv_pipe.wait_full(kv_at);
+    wait_keys(kv_at);
   }
   // S = Q K^T, issued.
   __device__ void start_scores(const Operands& operands, Scores& s) const {
@@ -163,7 +170,7 @@ struct AttnFwd : AttnFwdPlan<kRow> {
     q_at.advance();
     if (i < tiles) pass_turn(warpgroup);
     // O += P V
-    kv_pipe.wait_full(kv_at);
+    wait_keys(kv_at);
     clear_past_end(warpgroup, kv_at);
     tile::start_gemm<T>(o[0], p_reg, operands.v.template stage<kStageBytes>(kv_at.stage()));
     const tile::RingPlace<kStages> v_at = kv_at;
@@ -193,8 +200,8 @@ struct AttnFwd : AttnFwdPlan<kRow> {
 
   // The warpgroup has no product of the next tile of K: the others may issue theirs.
   __device__ void pass_turn(int warpgroup) {
-    kv_pipe.wait_full(kv_at);
-    if (warpgroup == 0) kv_pipe.wait_full(kv_at.next());
+    wait_keys(kv_at);
+    if (warpgroup == 0) wait_keys(kv_at.next());
     wait_turn(warpgroup);
     hand_over(warpgroup);
     release_keys();
@@ -227,11 +234,11 @@ struct AttnFwd : AttnFwdPlan<kRow> {
     }
     const tile::RingPlace<kStages> v_at = kv_at.next();
     // One warpgroup alone waits for the copies: the others follow it.
-    if (warpgroup == 0) kv_pipe.wait_full(kv_at);
+    if (warpgroup == 0) wait_keys(kv_at);
     if (kTerms) clear_past_end(warpgroup, v_at);
     wait_turn(warpgroup);
     start_scores(operands, s);
-    if (warpgroup == 0) kv_pipe.wait_full(v_at);
+    if (warpgroup == 0) wait_keys(v_at);
     // O += P V
     tile::start_gemm<T>(o[0], p_reg, operands.v.template stage<kStageBytes>(v_at.stage()));
     hand_over(warpgroup);

@@ -3,9 +3,6 @@
 // Pages of whole groups of eight keys are copied by the copy engine, a box of a page at a time; it
 // wants about a hundred cycles of a warp to be told of one. Of other pages, and of token tables,
 // the threads gather rows. Where all four warps copy, the last one finds works besides.
-//
-// The tensor cores read gathered rows without a proxy fence, as they do in CUTLASS: the arrival
-// comes when the copies are in shared memory. A fence by those who wait cost all calls 2 %.
 #pragma once
 
 #include "../../ptx/cp_async.h"
@@ -45,6 +42,10 @@ struct AttnFwdPageCopies : AttnFwdCopies<kRow> {
       if (!kAllCopy && work.tiles < 2 && threadIdx.x == 0) this->want_next_work();
       __syncwarp();
       work_pipe.release(work_at);
+    }
+    if (!kBoxes) {  // copies end before their thread does
+      ptx::cp_async_commit();
+      ptx::cp_async_wait<0>();
     }
   }
 
