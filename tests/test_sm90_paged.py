@@ -130,23 +130,11 @@ def test_entries_that_no_row_sees_are_not_read(page_size):
     case = replace(case, heads=64)  # so many that keys need not be split
     call = Call(case, "cuda")
     expected = call.run()
-    entries = call.table
     for i, (length, rows) in enumerate(zip(case.lens, case.rows, strict=True)):
         gone = max(length - rows - 40, 0) // page_size
-        entries[i, :gone] = torch.tensor([2**31 - 1, -(2**31)])[torch.arange(gone) % 2].cuda()
+        call.table[i, :gone] = torch.tensor([2**31 - 1, -(2**31)])[torch.arange(gone) % 2].cuda()
     for one, other in zip(call.run(), expected, strict=True):
         assert_bitwise("result", one, other)
-
-
-REFUSED = [
-    ({"tree": True}, "tree_mask"),
-    ({"cache": "e4m3"}, "caches of the query's type"),
-    ({"dim": 60}, "multiples of 8"),
-    ({"softcap": 3.0}, "no softcap"),
-    ({"alibi": "h"}, "no softcap"),
-    ({"rows": None}, "few rows"),
-    ({"lens": (9000,), "rows": (100,), "heads": 2}, "does not split keys"),
-]
 
 
 def test_empty_heads_and_caches_are_not_for_it():
@@ -158,6 +146,17 @@ def test_empty_heads_and_caches_are_not_for_it():
     call.key_cache, call.value_cache = call.key_cache[:0], call.value_cache[:0]
     with pytest.raises(RuntimeError, match="not empty"):
         call.run()
+
+
+REFUSED = [
+    ({"tree": True}, "tree_mask"),
+    ({"cache": "e4m3"}, "caches of the query's type"),
+    ({"dim": 60}, "multiples of 8"),
+    ({"softcap": 3.0}, "no softcap"),
+    ({"alibi": "h"}, "no softcap"),
+    ({"rows": None}, "few rows"),
+    ({"lens": (9000,), "rows": (100,), "heads": 2}, "does not split keys"),
+]
 
 
 @pytest.mark.parametrize("changes, why", REFUSED, ids=str)

@@ -33,7 +33,6 @@ template <int kM, int kN>
 class KeptBits {
  public:
   static constexpr int kPieces = kM * kN / 2;  // of 16 x 16; those of the same columns in a row
-  static constexpr int kWords = (kPieces + 3) / 4;
 
   // Pieces in ascending order: the first of four clears their word.
   __device__ void set(int piece, uint32_t bits) {
@@ -48,7 +47,7 @@ class KeptBits {
   static constexpr int bit(int half, int i) { return i % 2 * 4 + i / 2 * 2 + half; }
 
  private:
-  uint32_t bits_[kWords];
+  uint32_t bits_[(kPieces + 3) / 4];
 };
 
 // The draws of such a fragment.
@@ -95,9 +94,8 @@ class DropoutTile {
   uint32_t highest_dropped_;
 };
 
-// Draws for a lane that has one pair of rows of a sequence, q and q + 8, and many columns. What
-// does not depend on the column is known after three rounds of six products, of which a call then
-// needs one, one and two; whole calls have two a round.
+// Draws for a lane that has one pair of rows of a sequence, q and q + 8, and many columns. Of the
+// eight products of the first four rounds, four do not depend on the column: they are made once.
 class DropoutRows {
  public:
   // (row, col): this lane's first element, in the sequence; head: within the call.

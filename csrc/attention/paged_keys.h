@@ -3,6 +3,7 @@
 
 #include "../paged_params.h"
 #include "divisor.h"
+#include "sequence.h"
 
 namespace flashbpt {
 
@@ -39,6 +40,16 @@ struct KeyPages {
   int64_t few_rows = 0;            // requests with so many rows or fewer are another kernel's
 };
 
+// Fills `pages`; false where 32 bits do not count all chunks. Caches of 16-bit elements.
+inline bool set_pages(const PagedParams& p, int64_t few_rows, KeyPages& pages) {
+  pages.table = p.table;
+  pages.page_size = Divisor(p.table.page_size);
+  pages.few_rows = few_rows;
+  const bool k = chunks_of(p.k, p.table.page_size, p.heads_kv, p.dim, 2, pages.k_chunks);
+  const bool v = chunks_of(p.v, p.table.page_size, p.heads_kv, p.dim_v, 2, pages.v_chunks);
+  return k && v;
+}
+
 // Keys of a request.
 __device__ inline int paged_length(const PageTableView& table, int request) {
   if (table.seq_lens) return table.seq_lens.low(request);
@@ -46,6 +57,14 @@ __device__ inline int paged_length(const PageTableView& table, int request) {
   return pages > 0
              ? (pages - 1) * static_cast<int>(table.page_size) + table.last_page_len.low(request)
              : 0;
+}
+
+// A request among packed queries: its keys are those of the page table, and end with its rows' own.
+__device__ inline Sequence paged_sequence(const KeyPages& pages, Sequence seq) {
+  seq.k_begin = 0;
+  seq.len_k = paged_length(pages.table, static_cast<int>(seq.batch));
+  seq.shift = seq.len_k - seq.len_q;
+  return seq;
 }
 
 // A request's entries in the page table.

@@ -42,14 +42,21 @@ struct TileOrder {
     return {first_head + rest - rank * here.value(), last_first ? tiles - 1 - tile : tile};
   }
 
+  // Heads of a section where about `fit` shall be one: as many in each as may be, and whole shares,
+  // of which `heads` are a multiple.
+  template <typename Int>
+  FLASHBPT_HOST_DEVICE static Int section_heads(Int heads, Int fit, Int share) {
+    const Int sections = heads < fit ? 1 : heads / fit;
+    return (heads / share + sections - 1) / sections * share;
+  }
+
   // Sections are of one size; what they share fits in cache_bytes. late: of the tiles of a head,
   // less than all.
   static TileOrder make(int64_t tiles, int64_t heads, int64_t heads_that_share,
                         int64_t bytes_shared, int64_t cache_bytes, bool last_first, int64_t late) {
     const int64_t fit = std::max<int64_t>(cache_bytes / std::max<int64_t>(bytes_shared, 1), 1);
-    const int64_t sections = std::max<int64_t>(heads / (fit * heads_that_share), 1);
-    const int64_t shares = ceil_div(ceil_div(heads, sections), heads_that_share);
-    const uint32_t section = static_cast<uint32_t>(std::min(shares * heads_that_share, heads));
+    const uint32_t section = static_cast<uint32_t>(
+        section_heads<int64_t>(heads, fit * heads_that_share, heads_that_share));
     const uint32_t early = static_cast<uint32_t>(tiles - late);
     return {static_cast<uint32_t>(tiles),
             static_cast<uint32_t>(late),

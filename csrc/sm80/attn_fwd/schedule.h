@@ -53,9 +53,7 @@ __device__ FwdPlace find_fwd_place(const Params& p, uint32_t index) {
     place.empty = found.empty;
     tile = found.tile;
     if constexpr (Params::kPaged) {
-      place.seq.k_begin = 0;
-      place.seq.len_k = paged_length(p.pages.table, place.seq.batch);
-      place.seq.shift = place.seq.len_k - place.seq.len_q;
+      place.seq = paged_sequence(p.pages, place.seq);
       place.empty |= place.seq.len_q <= p.pages.few_rows;
     }
   } else {

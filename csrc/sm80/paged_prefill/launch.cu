@@ -58,21 +58,14 @@ void launch_paged_prefill(const PagedParams& paged, const KeySplits& splits,
   const AttentionParams keys = attention_over_pages(paged);
   static_cast<AttentionParams&>(p) = keys;
   p.k.batch = p.v.batch = 0;  // pages have strides of their own
-  p.pages.table = paged.table;
-  p.pages.page_size = Divisor(paged.table.page_size);
+  const bool counted = set_pages(paged, paged_decode_rows(paged), p.pages);
   p.pages.k_page = paged.k.page * 2, p.pages.v_page = paged.v.page * 2;
-  p.pages.few_rows = paged_decode_rows(paged);
   p.splits = splits;
   const TensorView& out = splits.count > 1 ? splits.out : p.out;
   p.access = {row_access(p.q, 1, p.heads_q, p.len_q), row_access(keys.k, 2, p.heads_kv, 2),
               row_access(keys.v, 2, p.heads_kv, 2), row_access(out, 1, p.heads_q, p.len_q), 0};
-  const auto chunks = [&](const CacheView& cache, int64_t width, PagedChunks& strides) {
-    return width * 2 % 16 == 0 &&
-           chunks_of(cache, paged.table.page_size, p.heads_kv, width, 2, strides);
-  };
-  p.pages.whole_chunks = p.access.k == 16 && p.access.v == 16 &&
-                         chunks(paged.k, p.dim, p.pages.k_chunks) &&
-                         chunks(paged.v, p.dim_v, p.pages.v_chunks);
+  p.pages.whole_chunks =
+      counted && p.access.k == 16 && p.access.v == 16 && p.dim % 8 == 0 && p.dim_v % 8 == 0;
   p.slices_qk = 1;
   p.heads = Divisor(p.heads_q);
   p.group_heads = Divisor(p.group());

@@ -9,7 +9,7 @@ struct AttnFwdConfig {
   int head_dim;     // of the tiles of Q and K; narrower heads are filled with zeros
   int dim_v;        // of those of V and O
   int block_k;      // keys of a tile
-  int warpgroups;   // that compute, 64 query rows each; one more copies
+  int warpgroups;   // that compute, 64 query rows each; one more finds works and copies
   int q_stages;     // tiles of Q; 2: that of the next work comes early
   int stages;       // tiles of K and V together
   int bias_stages;  // tiles of an additive mask
@@ -73,11 +73,10 @@ inline constexpr AttnFwdConfig kFwd64Masks = {64, 64, 64, 3, 2, 8, 2, 56, 152}; 
 inline constexpr AttnFwdConfig kFwd96 = {96, 96, 128, 2, 2, 5, 0, 40, 232};         // shared memory
 inline constexpr AttnFwdConfig kFwd96Pages = {96, 96, 128, 2, 2, 5, 0, 56, 224};    // shared memory
 inline constexpr AttnFwdConfig kFwd128 = {128, 128, 128, 2, 2, 5, 0, 40, 232};      // shared memory
-inline constexpr AttnFwdConfig kFwd128Pages = {128, 128, 128, 2,  2,
-                                               5,   0,   56,  224};  // shared memory
+inline constexpr AttnFwdConfig kFwd128Pages = {128, 128, 128, 2, 2, 5, 0, 56, 224};  // both
 inline constexpr AttnFwdConfig kFwd128Masks = {128, 128, 128, 2, 1, 4, 2, 56, 224};  // both
 inline constexpr AttnFwdConfig kFwd192 = {192, 128, 96, 2, 1, 4, 0, 40, 232};       // shared memory
-inline constexpr AttnFwdConfig kFwd192Pages = {192, 128, 96, 2, 1, 4, 0, 56, 224};  // shared memory
+inline constexpr AttnFwdConfig kFwd192Pages = {192, 128, 96, 2, 1, 4, 0, 56, 224};  // both
 inline constexpr AttnFwdConfig kFwd256 = {256, 256, 64, 2, 1, 5, 0, 40, 232};       // both
 inline constexpr AttnFwdConfig kFwd256Pages = {256, 256, 64, 2, 1, 5, 0, 56, 224};  // both
 inline constexpr AttnFwdConfig kFwd256Masks = {256, 256, 64, 2, 1, 4, 2, 56, 224};  // both

@@ -231,9 +231,8 @@ const char* paged_prefill_refusal(const PagedParams& paged, const DeviceLimits& 
   if (p.out && !rows_aligned(p.out, 1, p.heads_q, p.len_q, 16)) {
     return "it writes rows of out that start at multiples of 16 bytes";
   }
-  PagedChunks chunks;
-  if (!chunks_of(paged.k, page_size, p.heads_kv, p.dim, 2, chunks) ||
-      !chunks_of(paged.v, page_size, p.heads_kv, p.dim_v, 2, chunks)) {
+  KeyPages pages;
+  if (!set_pages(paged, 0, pages)) {
     return "it takes caches of up to 64 GB";
   }
   return few_rows_refusal(p.heads_q * std::max(ceil_div(p.len_q, 128), p.batch),
@@ -251,10 +250,7 @@ void launch_paged_prefill(const PagedParams& paged, int few_rows, const DeviceLi
   const AttnFwdConfig& c = kAttnFwdKernels[row].config;
   AttnFwdKernelParams p = kernel_params(params, c, device);
   const int64_t page_size = paged.table.page_size;
-  p.pages.table = paged.table, p.pages.page_size = Divisor(page_size);
-  p.pages.few_rows = few_rows;
-  chunks_of(paged.k, page_size, p.heads_kv, p.dim, 2, p.pages.k_chunks);
-  chunks_of(paged.v, page_size, p.heads_kv, p.dim_v, 2, p.pages.v_chunks);
+  set_pages(paged, few_rows, p.pages);
   const bool boxes = !paged.table.slots && page_size % 8 == 0 && p.k.batch != 0 && p.v.batch != 0;
   if (boxes) p.pages.box_keys = static_cast<int>(std::gcd(page_size, int64_t{c.block_k}));
   p.pages.warps = kMostCopyingWarps;

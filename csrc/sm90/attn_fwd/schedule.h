@@ -108,13 +108,11 @@ __device__ int mask_state(const AttnFwdKernelParams& p, int batch, int head, int
       batch, head, q0 / MaskTiles::kRows, tile * (kBlockK / MaskTiles::kCols), p.len_q, p.len_k);
 }
 
-// A request of a paged call.
-__device__ inline Sequence with_page_lengths(const AttnFwdKernelParams& p, Sequence seq) {
-  seq.k_begin = 0;
-  seq.len_k = paged_length(p.pages.table, static_cast<int>(seq.batch));
-  seq.shift = seq.len_k - seq.len_q;
-  if (seq.len_q <= p.pages.few_rows) seq.len_q = 0;
-  return seq;
+// A request of a paged call, without rows where it is another kernel's.
+__device__ inline Sequence request_of(const AttnFwdKernelParams& p, const Sequence& seq) {
+  Sequence request = paged_sequence(p.pages, seq);
+  if (request.len_q <= p.pages.few_rows) request.len_q = 0;
+  return request;
 }
 
 struct PackedTile {
@@ -129,7 +127,7 @@ template <int kBlockQ, bool kPages>
 __device__ PackedTile packed_tile(const AttnFwdKernelParams& p, uint32_t index, int near) {
   const TileOrder::Place at = p.order.at(index);
   const SequenceTile found = find_query_tile_near(p, at.tile, kBlockQ, near);
-  PackedTile packed{kPages ? with_page_lengths(p, found.seq) : found.seq, static_cast<int>(at.head),
+  PackedTile packed{kPages ? request_of(p, found.seq) : found.seq, static_cast<int>(at.head),
                     static_cast<int>(found.tile)};
   if (packed.seq.len_k * p.heads_kv <= p.cached_keys) return packed;
   // Room for tiles from `first` on, as find_sequence.h counts them.
@@ -142,8 +140,8 @@ __device__ PackedTile packed_tile(const AttnFwdKernelParams& p, uint32_t index, 
   const uint32_t tiles = end - first, group = p.group_heads.value();
   // At least four works a block, lest the last section's long ones end late.
   const uint32_t fit = p.cached_keys / static_cast<uint32_t>(packed.seq.len_k) * group;
-  const uint32_t sections = max(heads / max(max(fit, group), 4 * gridDim.x / tiles + 1), 1u);
-  const uint32_t section = (heads / group + sections - 1) / sections * group;
+  const uint32_t section =
+      TileOrder::section_heads(heads, max(max(fit, group), 4 * gridDim.x / tiles + 1), group);
   uint32_t rest = index - heads * (p.order.tiles - end);
   const uint32_t head = rest / (section * tiles) * section;
   rest -= head * tiles;
